@@ -1,0 +1,1 @@
+"""Deterministic kernels: one file per operation, a plain-torch reference beside each. Imports nothing of the project's other packages."""

@@ -1,0 +1,1 @@
+"""C++ kernels behind a plain C ABI, and what builds and loads them."""

@@ -1,0 +1,234 @@
+// Attention backward: p is recomputed from the saved maximum and sum. dq sums over the forward pass's leaves of keys; dk and dv over tiles of
+// token_leaf query positions. Both are sums on the tree aligned to powers of two; inside a leaf there is one chain.
+#include "attention.h"
+
+namespace lockstep {
+namespace {
+
+struct Saved {
+  const float *q, *dout, *o, *m, *l;
+};
+
+struct Task {
+  int64_t seq, kv_head, first, count;
+};
+
+// left += right, both n floats.
+void add(float* left, const float* right, int64_t n) {
+  for (int64_t i = 0; i < n; i += kLanes) store(left + i, load(left + i) + load(right + i));
+}
+
+int64_t row_head(const Problem& p, const Task& t, int64_t i) {
+  int64_t g = p.group(), j = t.first + i;
+  return (p.seqs[t.seq].q_start + j / g) * p.Hq + t.kv_head * g + j % g;
+}
+
+// --- dq: row-heads side by side ----------------------------------------------------------------------------------------------------------
+// ds of one leaf: p = exp(s - m) / l, then p * (dp - delta) * scale; lane j sees the first visible[j] keys.
+template <int NV>
+void leaf_dscores(const float* k, int64_t k_stride, const float* v, int64_t v_stride, int64_t keys, const float* q, const float* dout, int64_t D, float scale, const int32_t* visible, bool all_visible,
+                  const float* m, const float* inv_l, const float* delta, float* ds) {
+  constexpr int W = NV * kLanes;
+  for_rows<NV>(keys, k, k_stride, 1, q, D, Zero(), [&](int64_t key, Vec(&acc)[NV]) {
+    for (int j = 0; j < NV; j++) {
+      Vec p = exp(acc[j] * splat(scale) - load(m + j * kLanes)) * load(inv_l + j * kLanes);
+      if (!all_visible) {
+        IVec sees;
+        memcpy(&sees, visible + j * kLanes, sizeof sees);
+        p = select((IVec)(splat(int32_t(key)) < sees), p, Vec{});
+      }
+      store(ds + key * W + j * kLanes, p);
+    }
+  });
+  for_rows<NV>(keys, v, v_stride, 1, dout, D, Zero(), [&](int64_t key, Vec(&acc)[NV]) {
+    for (int j = 0; j < NV; j++) {
+      float* at = ds + key * W + j * kLanes;
+      store(at, load(at) * (acc[j] - load(delta + j * kLanes)) * splat(scale));
+    }
+  });
+}
+
+template <int NV>
+void query_tile(const Problem& p, const Task& t, const Saved& in, const Cache& k, const Cache& v, int64_t leaf, float* dq, float* delta_out) {
+  constexpr int W = NV * kLanes;
+  const Sequence& seq = p.seqs[t.seq];
+  const float *q_lanes[W], *do_lanes[W], *o_lanes[W];
+  float* dq_lanes[W];
+  int64_t last_key[W], most_keys = 0, D = p.D;
+  alignas(64) float m[W], inv_l[W], delta[W];
+  for (int j = 0; j < W; j++) {
+    int64_t index = row_head(p, t, std::min<int64_t>(j, t.count - 1));
+    q_lanes[j] = in.q + index * D, do_lanes[j] = in.dout + index * D, o_lanes[j] = in.o + index * D, dq_lanes[j] = dq + index * D;
+    m[j] = in.m[index], inv_l[j] = 1.0f / in.l[index];
+    last_key[j] = std::min(p.q_pos[index / p.Hq], seq.k_len - 1);
+    most_keys = std::max(most_keys, last_key[j] + 1);
+  }
+  int64_t leaves = num_blocks(most_keys, leaf);
+  float* q_tile = scratch(3, size_t((2 * D + leaf + AlignedTree::slots(leaves) * D) * W));
+  float *do_tile = q_tile + D * W, *ds = do_tile + D * W, *nodes = ds + leaf * W;
+  gather_lanes(o_lanes, W, D, q_tile);
+  gather_lanes(do_lanes, W, D, do_tile);
+  for (int j = 0; j < W; j += kLanes) {
+    Vec sum = {};
+    for (int64_t d = 0; d < D; d++) sum = fma(load(do_tile + d * W + j), load(q_tile + d * W + j), sum);
+    store(delta + j, sum);
+  }
+  gather_lanes(q_lanes, W, D, q_tile);
+  auto merge = [&](int left, int right) { add(nodes + left * D * W, nodes + right * D * W, D * W); };
+  AlignedTree tree;
+  for (int64_t i = 0; i < leaves; i++) {
+    int64_t first_key = i * leaf, keys = std::min(leaf, most_keys - first_key), row = seq.k_start + first_key;
+    int32_t visible[W];
+    bool all_visible = true;
+    for (int j = 0; j < W; j++) {
+      visible[j] = int32_t(std::max<int64_t>(0, std::min(keys, last_key[j] + 1 - first_key)));
+      all_visible &= visible[j] == keys;
+    }
+    const float *k_leaf = k.data + row * k.row_stride + t.kv_head * k.head_stride, *v_leaf = v.data + row * v.row_stride + t.kv_head * v.head_stride;
+    leaf_dscores<NV>(k_leaf, k.row_stride, v_leaf, v.row_stride, keys, q_tile, do_tile, D, p.scale, visible, all_visible, m, inv_l, delta, ds);
+    float* node = nodes + tree.push_slot() * D * W;
+    for_rows<NV>(D, k_leaf, 1, k.row_stride, ds, keys, Zero(), [&](int64_t d, Vec(&acc)[NV]) {
+      for (int j = 0; j < NV; j++) store(node + d * W + j * kLanes, acc[j] + Vec{});
+    });
+    tree.push(i, merge);
+  }
+  tree.finish(merge);
+  scatter_lanes(nodes, W, D, dq_lanes, int(t.count));
+  for (int64_t j = 0; j < t.count; j++) delta_out[row_head(p, t, j)] = delta[j];
+}
+
+// --- dk, dv: keys side by side -----------------------------------------------------------------------------------------------------------
+struct KeyTile {
+  int64_t seq, kv_head, first_key, count, out_row;
+};
+
+struct KeyGrads {
+  const float* delta;
+  float *dk, *dv;
+};
+
+// p and ds of query rows [first, first + rows) at one head, [row][W].
+template <int NV>
+void rows_dscores(const Problem& p, const Saved& in, const float* delta, int64_t first, int64_t rows, int64_t head, const float* k_tile, const float* v_tile, int64_t first_key, float* probabilities,
+                  float* ds) {
+  constexpr int W = NV * kLanes;
+  int64_t stride = p.Hq * p.D, start = first * stride + head * p.D;
+  IVec lane;
+  for (int j = 0; j < kLanes; j++) lane[j] = j;
+  for_rows<NV>(rows, in.q + start, stride, 1, k_tile, p.D, Zero(), [&](int64_t i, Vec(&acc)[NV]) {
+    int64_t index = (first + i) * p.Hq + head, seen = p.q_pos[first + i] + 1 - first_key;
+    Vec m = splat(in.m[index]), inv_l = splat(1.0f / in.l[index]);
+    for (int j = 0; j < NV; j++) {
+      Vec e = exp(acc[j] * splat(p.scale) - m) * inv_l;
+      if (seen < W) e = select((IVec)(lane + splat(int32_t(j * kLanes)) < splat(int32_t(seen))), e, Vec{});
+      store(probabilities + i * W + j * kLanes, e);
+    }
+  });
+  for_rows<NV>(rows, in.dout + start, stride, 1, v_tile, p.D, Zero(), [&](int64_t i, Vec(&acc)[NV]) {
+    Vec d = splat(delta[(first + i) * p.Hq + head]);
+    for (int j = 0; j < NV; j++) {
+      int64_t at = i * W + j * kLanes;
+      store(ds + at, load(probabilities + at) * (acc[j] - d) * splat(p.scale));
+    }
+  });
+}
+
+// sum[d][W] continues with the chain over `rows` rows of a (one head of q or dout) times weights[row][W].
+template <int NV>
+void continue_chain(const float* a, int64_t stride, int64_t rows, const float* weights, int64_t D, float* sum) {
+  constexpr int W = NV * kLanes;
+  for_rows<NV>(
+      D, a, 1, stride, weights, rows,
+      [&](int64_t d, Vec(&acc)[NV]) {
+        for (int j = 0; j < NV; j++) acc[j] = load(sum + d * W + j * kLanes);
+      },
+      [&](int64_t d, Vec(&acc)[NV]) {
+        for (int j = 0; j < NV; j++) store(sum + d * W + j * kLanes, acc[j]);
+      });
+}
+
+template <int NV>
+void key_tile(const Problem& p, const KeyTile& t, const Saved& in, const Cache& k, const Cache& v, int64_t token_leaf, const KeyGrads& out) {
+  constexpr int W = NV * kLanes;
+  const Sequence& seq = p.seqs[t.seq];
+  int64_t D = p.D, node_size = 2 * D * W;  // node: dk[D][W], dv[D][W]
+  const float *k_lanes[W], *v_lanes[W];
+  float *dk_lanes[W], *dv_lanes[W];
+  for (int64_t j = 0; j < W; j++) {
+    int64_t key = std::min(j, t.count - 1), row = seq.k_start + t.first_key + key, out_at = ((t.out_row + key) * p.Hkv + t.kv_head) * D;
+    k_lanes[j] = k.data + row * k.row_stride + t.kv_head * k.head_stride, v_lanes[j] = v.data + row * v.row_stride + t.kv_head * v.head_stride;
+    dk_lanes[j] = out.dk + out_at, dv_lanes[j] = out.dv + out_at;
+  }
+  // Rows are in the order of their positions: those that see the first key of the tile are the last ones.
+  const int64_t *positions = p.q_pos, *stop = positions + seq.q_stop, *row = std::lower_bound(positions + seq.q_start, stop, t.first_key);
+  int64_t first_leaf = row == stop ? 0 : *row / token_leaf, leaves = row == stop ? 0 : stop[-1] / token_leaf - first_leaf + 1;
+  float* k_tile = scratch(3, size_t(2 * D * W + 2 * token_leaf * W + AlignedTree::slots(leaves) * node_size));
+  float *v_tile = k_tile + D * W, *probabilities = v_tile + D * W, *ds = probabilities + token_leaf * W, *nodes = ds + token_leaf * W;
+  gather_lanes(k_lanes, W, D, k_tile);
+  gather_lanes(v_lanes, W, D, v_tile);
+  std::fill_n(nodes, node_size, 0.0f);
+  auto merge = [&](int left, int right) { add(nodes + left * node_size, nodes + right * node_size, node_size); };
+  AlignedTree tree;
+  for (int64_t leaf = first_leaf; leaf < first_leaf + leaves; leaf++) {
+    const int64_t* end = std::lower_bound(row, stop, (leaf + 1) * token_leaf);
+    int64_t first = row - positions, rows = end - row, stride = p.Hq * D;
+    float* node = nodes + tree.push_slot() * node_size;
+    std::fill_n(node, node_size, 0.0f);
+    for (int64_t head = t.kv_head * p.group(); rows && head < (t.kv_head + 1) * p.group(); head++) {
+      rows_dscores<NV>(p, in, out.delta, first, rows, head, k_tile, v_tile, t.first_key, probabilities, ds);
+      continue_chain<NV>(in.q + first * stride + head * D, stride, rows, ds, D, node);
+      continue_chain<NV>(in.dout + first * stride + head * D, stride, rows, probabilities, D, node + D * W);
+    }
+    for (int64_t i = 0; i < node_size; i += kLanes) store(node + i, load(node + i) + Vec{});  // no negative zeros: a leaf without rows adds nothing
+    tree.push(leaf, merge);
+    row = end;
+  }
+  tree.finish(merge);
+  scatter_lanes(nodes, W, D, dk_lanes, int(t.count));
+  scatter_lanes(nodes + D * W, W, D, dv_lanes, int(t.count));
+}
+
+}  // namespace
+}  // namespace lockstep
+
+extern "C" {
+void attention_backward_q(const float* dout, const float* q, const float* k, int64_t k_row, int64_t k_head, const float* v, int64_t v_row, int64_t v_head, const float* o, const float* m, const float* l,
+                          const int64_t* seqs, int64_t num_seqs, const int64_t* q_pos, int64_t Hq, int64_t Hkv, int64_t D, double scale, int64_t kv_leaf, float* dq, float* delta) {
+  using namespace lockstep;
+  FloatMode mode;
+  Problem p = {reinterpret_cast<const Sequence*>(seqs), num_seqs, q_pos, Hq, Hkv, D, float(scale)};
+  std::vector<Task> tasks;
+  for (int64_t s = 0; s < num_seqs; s++) {
+    int64_t count = (p.seqs[s].q_stop - p.seqs[s].q_start) * p.group();
+    for (int64_t head = 0; head < Hkv; head++)
+      for (int64_t i = 0; i < count; i += kColumns) tasks.push_back({s, head, i, std::min<int64_t>(kColumns, count - i)});
+  }
+  parallel_for(int64_t(tasks.size()), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++)
+      with_constant<kVecs>(int(num_blocks(tasks[size_t(i)].count, kLanes)),
+                           [&](auto n) { query_tile<n>(p, tasks[size_t(i)], {q, dout, o, m, l}, {k, k_row, k_head}, {v, v_row, v_head}, kv_leaf, dq, delta); });
+  });
+}
+
+// ranges[j] = (sequence, a, b): keys [a, b) of the sequence; rows of dk and dv follow that order.
+void attention_backward_kv(const float* dout, const float* q, const float* k, int64_t k_row, int64_t k_head, const float* v, int64_t v_row, int64_t v_head, const float* m, const float* l,
+                           const float* delta, const int64_t* seqs, int64_t num_seqs, const int64_t* q_pos, const int64_t* ranges, int64_t num_ranges, int64_t Hq, int64_t Hkv, int64_t D, double scale,
+                           int64_t token_leaf, float* dk, float* dv) {
+  using namespace lockstep;
+  FloatMode mode;
+  Problem p = {reinterpret_cast<const Sequence*>(seqs), num_seqs, q_pos, Hq, Hkv, D, float(scale)};
+  std::vector<KeyTile> tiles;
+  int64_t out_row = 0;
+  for (int64_t j = 0; j < num_ranges; j++) {
+    int64_t seq = ranges[3 * j], a = ranges[3 * j + 1], b = ranges[3 * j + 2];
+    for (int64_t head = 0; head < Hkv; head++)
+      for (int64_t first = a; first < b; first += kColumns) tiles.push_back({seq, head, first, std::min<int64_t>(kColumns, b - first), out_row + first - a});
+    out_row += b - a;
+  }
+  parallel_for(int64_t(tiles.size()), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++)
+      with_constant<kVecs>(int(num_blocks(tiles[size_t(i)].count, kLanes)),
+                           [&](auto n) { key_tile<n>(p, tiles[size_t(i)], {q, dout, nullptr, m, l}, {k, k_row, k_head}, {v, v_row, v_head}, token_leaf, {delta, dk, dv}); });
+  });
+}
+}

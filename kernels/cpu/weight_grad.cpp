@@ -1,0 +1,105 @@
+// dW = dy^T x as exact integer sums of token leaves. The conversion to int64 happens on the register tile; the accumulator in memory is
+// read and written once per kTokenBlock rows, however many leaves they hold.
+#include <algorithm>
+#include <atomic>
+
+#include "fixed.h"
+#include "parallel.h"
+#include "tile.h"
+
+namespace lockstep {
+namespace {
+
+constexpr int64_t kTokenBlock = 1024;
+
+struct Rows {
+  const float* data;
+  int64_t stride;
+};
+
+// Adds the leaves tiles[first..last] of a tile of R out-features; `a` is [row][R], `panel` is [row][kColumns]. True on overflow.
+template <int R>
+bool accumulate_tile(const float* a, const float* panel, const int64_t* tiles, int64_t first, int64_t last, double scale, int64_t* acc, int64_t acc_stride, int columns) {
+  int64_t sum[R][kColumns] = {};
+  double bound = 0;  // on the magnitude of every element of sum
+  bool overflow = false;
+  auto flush = [&] {
+    for (int i = 0; i < R; i++) overflow |= flush_fixed(acc + i * acc_stride, sum[i], columns);
+  };
+  for (int64_t leaf = first; leaf < last; leaf++) {
+    int64_t begin = tiles[leaf] - tiles[first], count = tiles[leaf + 1] - tiles[leaf];
+    Vec value[R][kVecs] = {};
+    chain<R, kVecs>(a + begin * R, 1, R, panel + begin * kColumns, kColumns, count, value);
+    IVec most = {};
+    for (int i = 0; i < R; i++)
+      for (int j = 0; j < kVecs; j++) most = max_bits(most, value[i][j]);
+    double largest = double(max_lane(most)) * scale;
+    if (!(largest < kFixedLimit)) return true;
+    if (bound + largest >= kFixedLimit) {
+      flush();
+      bound = 0;
+    }
+    bound += largest;
+    for (int i = 0; i < R; i++)
+      for (int j = 0; j < kVecs; j++) add_fixed(value[i][j], scale, largest < 0x1p51, sum[i] + j * kLanes);
+  }
+  flush();
+  return overflow;
+}
+
+// Rows [begin, end) of the columns [n0, n0 + n) -> packed[row - begin][width]; columns past n are zero.
+void pack_columns(const Rows& x, int64_t begin, int64_t end, int64_t n0, int n, int width, float* packed) {
+  for (int64_t m = begin; m < end; m++, packed += width) {
+    const float* row = x.data + m * x.stride + n0;
+    if (n == width && width % kLanes == 0) {
+      for (int j = 0; j < width; j += kLanes) store(packed + j, load(row + j));
+    } else {
+      for (int j = 0; j < width; j++) packed[j] = j < n ? row[j] : 0.0f;
+    }
+  }
+}
+
+// Leaves tiles[first..last], all of dW.
+bool accumulate_block(const Rows& dy, const Rows& x, int64_t* acc, int64_t N, int64_t K, const int64_t* tiles, int64_t first, int64_t last, double scale) {
+  int64_t begin = tiles[first], end = tiles[last], M = end - begin, blocks = num_blocks(N, kRows);
+  float* packed = scratch(0, size_t(M * N));
+  parallel_for(blocks, grain_for(4 * kRows * M), [&](int64_t lo, int64_t hi) {
+    for (int64_t i = lo; i < hi; i++) {
+      int64_t n = block_start(N, blocks, i), R = block_start(N, blocks, i + 1) - n;
+      pack_columns(dy, begin, end, n, int(R), int(R), packed + n * M);
+    }
+  });
+  std::atomic<bool> overflow{false};
+  parallel_for(num_blocks(K, kColumns), grain_for(N * kColumns * (M + 64) / kLanes), [&](int64_t lo, int64_t hi) {
+    float* panel = scratch(1, size_t(M * kColumns));
+    for (int64_t p = lo; p < hi; p++) {
+      int64_t k0 = p * kColumns;
+      int columns = int(std::min<int64_t>(kColumns, K - k0));
+      pack_columns(x, begin, end, k0, columns, kColumns, panel);
+      for (int64_t i = 0; i < blocks; i++) {
+        int64_t n = block_start(N, blocks, i), R = block_start(N, blocks, i + 1) - n;
+        with_constant<kRows>(int(R), [&](auto r) {
+          if (accumulate_tile<r>(packed + n * M, panel, tiles, first, last, scale, acc + n * K + k0, K, columns)) overflow = true;
+        });
+      }
+    }
+  });
+  return overflow;
+}
+
+}  // namespace
+}  // namespace lockstep
+
+extern "C" {
+// acc[n,k] += sum over leaves i of round(scale * chain over rows m in [tiles[i], tiles[i+1]) of dy[m,n] * x[m,k]). 1 on overflow.
+int linear_weight_grad(int64_t* acc, const float* dy, int64_t dy_stride, const float* x, int64_t x_stride, int64_t N, int64_t K, const int64_t* tiles, int64_t num_tiles, double scale) {
+  using namespace lockstep;
+  FloatMode mode;
+  if (N <= 0 || K <= 0) return 0;
+  for (int64_t first = 0, last; first < num_tiles; first = last) {
+    for (last = first + 1; last < num_tiles && tiles[last + 1] - tiles[first] <= kTokenBlock;) last++;
+    if (tiles[last] > tiles[first] && accumulate_block({dy, dy_stride}, {x, x_stride}, acc, N, K, tiles, first, last, scale)) return 1;
+  }
+  return 0;
+}
+}

@@ -1,0 +1,93 @@
+"""The one command: compose the configuration, check it, register its runs in params.yaml, let DVC run what changed, say the verdict.
+
+`python -m pipeline --help` explains it. Hydra only composes and sweeps: every job of a multirun adds its overrides to a list, and when all
+of them are known to be valid, one `dvc repro` runs them, one after another on the same fork server. Hydra's launchers have nothing to do.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from pipeline import compose, environment, registry, repro
+from pipeline.errors import UserError
+from pipeline.registry import Run
+
+
+def main() -> int:
+    register_only = "--register" in sys.argv
+    sys.argv = [arg for arg in sys.argv if arg != "--register"]
+    try:
+        jobs = command_lines()
+        if not jobs:
+            return 0  # --cfg, --info: printed already
+        runs = composed(jobs)
+    except UserError as error:
+        return report(error)
+    environment.refresh()
+    experiments = list(dict.fromkeys(run.experiment for run in runs))
+    print(f"params.yaml: {', '.join(run.key for run in runs)}", file=sys.stderr)
+    if register_only:
+        return 0
+    try:
+        repro.run_dvc(["config", *(f"track@{key}" for key in experiments)])
+        return repro.print_verdicts(experiments)
+    except UserError as error:
+        return report(error)
+
+
+def command_lines() -> list[list[str]]:
+    """The overrides of each job: one, or with -m one for each combination. Exits by itself after --help."""
+    jobs: list[list[str]] = []
+
+    @hydra.main(version_base="1.3", config_path=str(compose.CONF), config_name="config")
+    def collect(_: DictConfig) -> None:
+        jobs.append(list(HydraConfig.get().overrides.task))
+
+    compose.register_schema()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, instead of printing and exiting with its own code
+    sys.argv[1:] = without_swept_layouts(sys.argv[1:])
+    with compose.one_line_errors():
+        collect()
+    return jobs
+
+
+def without_swept_layouts(args: list[str]) -> list[str]:
+    """-m layout.tp=2,3 sweeps degrees: the preset's list of layouts must not multiply them."""
+    degrees = any(arg.startswith(("layout.tp=", "layout.cp=", "layout.dp=", "layout.zero=")) for arg in args)
+    return [*args, "layout=tp1cp1dp1"] if degrees and not any(arg.startswith("layout=") for arg in args) else args
+
+
+def composed(jobs: list[list[str]]) -> list[Run]:
+    """All runs, registered. Raises the first error, after naming the others; then nothing has been written."""
+    runs: dict[str, Run] = {}
+    errors: list[UserError] = []
+    with compose.composing():
+        for overrides in jobs:
+            try:
+                run = compose.compose_run(overrides)
+                runs[run.key] = run
+            except UserError as error:
+                errors.append(error)
+        for error in errors[1:]:
+            report(error)
+        if errors:
+            raise errors[0]
+        registry.upsert(runs.values(), compose.compose_run)
+    return list(runs.values())
+
+
+def report(error: UserError) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return error.exit_code
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

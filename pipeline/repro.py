@@ -1,0 +1,77 @@
+"""Calls DVC for the experiments of one command, and reads the verdict from the comparison it leaves."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from pipeline import failures
+from pipeline.errors import MissingPrerequisite, ResultsDiffer, UserError
+from pipeline.paths import ROOT, Paths
+
+_PR_SET_PDEATHSIG = 1
+
+
+class StageFailed(UserError):
+    """A stage ended with an error of its own, which it has printed; the exit code is the stage's."""
+
+    def __init__(self, message: str, exit_code: int):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def run_dvc(targets: list[str], root: Path = ROOT) -> None:
+    """One `dvc repro` of all targets; its output, and its stages', goes to stderr. Raises StageFailed."""
+    failures.clear(root)
+    command = [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", *targets]
+    # `python` in dvc.yaml is this one; the fork server goes away with this process
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    environment = os.environ | {"PATH": path, "LOCKSTEP_STARTER_PID": str(os.getpid())}
+    environment.pop("HYDRA_FULL_ERROR", None)
+    done = subprocess.run(command, check=False, cwd=root, env=environment, stdout=sys.stderr, preexec_fn=_die_with_parent)
+    if done.returncode == 0:
+        return
+    if failure := failures.last(root):
+        raise StageFailed(f"{failure.where}: {failure.message}", failure.exit_code)
+    raise StageFailed(f"dvc repro {' '.join(targets)}: failed with code {done.returncode}; the reason is above", 1)
+
+
+def _die_with_parent() -> None:
+    """In the child, between fork and exec: a killed command must not leave DVC, and below it ranks, at work."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def print_verdicts(experiments: list[str], root: Path = ROOT) -> int:
+    """A line per run and the verdict of each experiment, on stdout. The exit code: 0, or that of ResultsDiffer."""
+    code = 0
+    for key in experiments:
+        comparison = read_comparison(Paths(root).comparison(key))
+        width = max(len(run["run_id"]) for run in comparison["runs"])
+        for run in comparison["runs"]:
+            print(f"{run['run_id']:<{width}}  {run['result_digest']}")
+        print(verdict_line(comparison), flush=True)
+        code = code if comparison["verdict"] in ("identical", "alone") else ResultsDiffer.exit_code
+    return code
+
+
+def verdict_line(comparison: dict[str, Any]) -> str:
+    match comparison["verdict"]:
+        case "identical":
+            return f"identical: {comparison['result_digest']}"
+        case "alone":
+            return f"alone: {comparison['result_digest']} (one run; -m compares several layouts)"
+        case _:
+            return f"different: {comparison['reasons'][0]}"
+
+
+def read_comparison(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise MissingPrerequisite(f"{path.name}: {path.parent} has none; run `dvc repro` and look at its first error")
+    return json.loads(path.read_text(encoding="utf-8"))

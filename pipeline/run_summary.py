@@ -1,0 +1,76 @@
+"""What the reports show of a run besides hashes: metrics by step, token counts and a few completions."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+
+from pipeline.digest import read_json, sha256_tensor, tensors_digest
+from pipeline.evidence import RunFiles
+
+MAX_COMPLETIONS = 8  # per iteration; the rest is in completions.jsonl
+
+
+def steps(files: RunFiles) -> dict[str, dict[str, Any]]:
+    """{optimizer step: train/* metrics, and with an iteration's first step its rollout/* metrics}."""
+    result: dict[str, dict[str, Any]] = {}
+    for iteration in range(1, files.iterations + 1):
+        folder = files.iteration(iteration)
+        metrics = _json(folder / "train" / "metrics.json")
+        rollout = _json(folder / "rollout" / "summary.json").get("metrics", {})
+        for step in files.steps(iteration):
+            result[str(step)] = {**metrics.get(str(step), {}), **(rollout if step == files.steps(iteration)[0] else {})}
+    return result
+
+
+def tokens_sha256(arrays: dict[str, np.ndarray]) -> str:
+    """sha256 of all token ids with their boundaries (as `pipeline.records.tokens_digest`)."""
+    return tensors_digest({name: sha256_tensor(arrays[name]) for name in ("tokens", "lengths", "prompt_lengths")})
+
+
+def read_samples(files: RunFiles) -> dict[int, dict[str, np.ndarray]]:
+    """{iteration: arrays of completions.safetensors}; iterations without a readable rollout are left out."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    arrays = {}
+    for iteration in range(1, files.iterations + 1):
+        try:
+            arrays[iteration] = load_file(files.iteration(iteration) / "rollout" / "completions.safetensors")
+        except (OSError, SafetensorError):
+            continue
+    return arrays
+
+
+def tokens(files: RunFiles) -> dict[str, dict[str, Any]]:
+    """{first optimizer step of the iteration: sha256, sample_count, token_count}, from the arrays."""
+    return {
+        str(files.steps(iteration)[0]): {
+            "sample_count": len(arrays["lengths"]),
+            "sha256": tokens_sha256(arrays),
+            "token_count": len(arrays["tokens"]),
+        }
+        for iteration, arrays in read_samples(files).items()
+    }
+
+
+def completions(files: RunFiles) -> list[dict[str, Any]]:
+    """The first samples of each iteration, as text."""
+    rows: list[dict[str, Any]] = []
+    for iteration in range(1, files.iterations + 1):
+        path = files.iteration(iteration) / "rollout" / "completions.jsonl"
+        try:
+            lines = path.read_text(encoding="utf-8").split("\n")[:MAX_COMPLETIONS]  # splitlines() would cut at U+2028 inside a text
+            rows += [{"iteration": iteration, **json.loads(line)} for line in lines if line]
+        except (OSError, ValueError):
+            continue
+    return rows
+
+
+def _json(path: Any) -> dict[str, Any]:
+    try:
+        return read_json(path)
+    except (OSError, ValueError):
+        return {}

@@ -1,0 +1,228 @@
+"""Validation of one run: is everything there, is it what was asked for, and do trainer and rollout agree on every logprob?
+
+The fields are those of the published consistency report; `current_*_mismatch_count`, `file_hashes` and `layout` are
+ours. Nothing raises for a bad run: every fault is a line in `errors`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.digest import float_hex, read_json, write_json
+from pipeline.evidence import GRADIENT_NORM, Evidence, RunFiles, read_evidence, relative, updates_of
+from pipeline.layout import layout_name
+from pipeline.readbacks import count_micro_batches, read_frameworks, stage_mesh
+from pipeline.run_summary import tokens_sha256
+from pipeline.sidecars import SidecarComparison, count_unequal
+
+SCHEMA_VERSION = "lockstep.validation.v1"
+MISMATCH = "train/train_current_rollout_logprob_mismatch_count"
+MAX_ABS_DIFF = "train/train_current_rollout_logprob_max_abs_diff"
+NUMEL = "train/train_current_rollout_logprob_numel"
+ABS_DIFF = "train/train_rollout_logprob_abs_diff"
+EAGER = {"applicable": False, "reason": "the CPU engine runs every step eagerly; there is no graph to capture"}
+
+
+def validate(cfg: Any, files: RunFiles, evidence: Evidence | None = None) -> dict[str, Any]:
+    """The validation record of one run. cfg: the run's whole configuration (`pipeline.config.Config` or its OmegaConf form)."""
+    evidence = evidence or read_evidence(files)
+    rollouts = {i: _arrays(files, i) for i in range(1, files.iterations + 1)}
+    complete = {i: arrays for i, arrays in rollouts.items() if arrays is not None}
+    errors = [*evidence.problems, *check_hashes(evidence)]
+    for iteration, arrays in complete.items():
+        errors += check_iteration(cfg, files, iteration, arrays)
+    lengths = {i: (a["lengths"] - a["prompt_lengths"]).tolist() for i, a in complete.items()}
+    num_layers = _num_layers(files, errors)
+    frameworks = read_frameworks(files.iteration, cfg.layout, cfg.kernels.case, num_layers, lengths, files.num_updates)
+    sidecars = compare_sidecars(cfg, files, complete)
+    logprob, scalar = sidecars.finish(), scalar_rows(files, complete)
+    errors += [*frameworks["errors"], *scalar["errors"], *logprob["errors"]]
+    return {
+        "cudagraph": EAGER,
+        "errors": errors,
+        "file_hashes": {
+            "result_digest": evidence.result_digest,
+            "tensors_read": sum(len(link.parts) for link in evidence.links if link.source),
+        },
+        "group": "consistency",
+        "layout": layout_name(cfg.layout.tp, cfg.layout.cp, cfg.layout.dp, cfg.layout.zero),
+        "offline_tensor_comparison": sidecars.offline(),
+        "passed": not errors,
+        "run_id": files.key,
+        "runtime_readbacks": frameworks,
+        "runtime_scalar_logprob": scalar,
+        "schema_version": SCHEMA_VERSION,
+        "train_rollout_logprob": logprob,
+    }
+
+
+def write_validation(path: Path, validation: dict[str, Any]) -> None:
+    """Write the record if it fits its schema (jsonschema.ValidationError otherwise: our fault, not the run's)."""
+    check_schema("validation", validation)
+    write_json(path, validation)
+
+
+def check_schema(name: str, instance: Any) -> None:
+    import jsonschema
+
+    jsonschema.validate(instance, read_json(Path(__file__).parent / "schemas" / f"{name}.schema.json"))
+
+
+def _arrays(files: RunFiles, iteration: int) -> dict[str, np.ndarray] | None:
+    """Arrays of an iteration, logprobs as rollout, reference, old, current; None when a file is missing (evidence names it)."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    folder = files.iteration(iteration)
+    try:
+        arrays = load_file(folder / "rollout" / "completions.safetensors")
+        arrays["rollout"] = arrays.pop("logprobs")
+        arrays["reference"] = load_file(folder / "ref_logprob" / "ref.safetensors")["logprobs"]
+        train = load_file(folder / "train" / "logprobs.safetensors")
+        needed = ("tokens", "lengths", "prompt_lengths", "prompt_ids", "sample_index", "finish", "rewards")
+        return {**{name: arrays[name] for name in (*needed, "rollout", "reference")}, "old": train["old"], "current": train["current"]}
+    except (OSError, ValueError, KeyError, SafetensorError):
+        return None
+
+
+def _num_layers(files: RunFiles, errors: list[str]) -> int:
+    path = files.checkpoint_folder / "config.json"
+    try:
+        return int(read_json(path)["num_hidden_layers"])
+    except (OSError, ValueError, KeyError) as error:
+        errors.append(f"{relative(path, files.project)}: num_hidden_layers cannot be read ({error})")
+        return 0
+
+
+def check_hashes(evidence: Evidence) -> list[str]:
+    """Hashes that the stages recorded when they wrote (tensors.json, hashes.json) against those of the bytes that are there now."""
+    errors, files = [], evidence.files
+    for link in evidence.links:
+        if link.source is None or not link.source.exists():
+            continue
+        if link.quantity in ("exp_avg", "exp_avg_sq", "weights"):
+            prefix = "" if link.quantity == "weights" else f"{link.quantity}/"
+            errors += _compare_recorded(link.source.parent / "tensors.json", prefix, link.parts, files)
+        if link.iteration == 0:
+            continue
+        path = files.iteration(link.iteration) / "train" / "hashes.json"
+        recorded = _recorded(path, (link.quantity,))  # beside the gradients it may repeat what is stored; then it must be right
+        if recorded is not None and recorded not in (link.parts, *link.parts.values()):
+            errors.append(f"{relative(path, files.project)}: {link.quantity} is not the hash of the stored bytes")
+    return errors
+
+
+def _recorded(path: Path, keys: tuple[str, ...]) -> Any:
+    try:
+        value = read_json(path)
+        for key in keys:
+            value = value[key]
+        return value
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _compare_recorded(path: Path, prefix: str, parts: dict[str, str], files: RunFiles) -> list[str]:
+    recorded, place = _recorded(path, ("sha256",)), relative(path, files.project)
+    if not isinstance(recorded, dict):
+        return [f"{place}: no sha256 to hold the stored bytes against"]
+    recorded = {name: sha for name, sha in recorded.items() if name.startswith(prefix)}
+    stored = {f"{prefix}{name}": sha for name, sha in parts.items()}
+    unequal = sorted(name for name in {*recorded, *stored} if recorded.get(name) != stored.get(name))
+    if not unequal:
+        return []
+    return [f"{place}: sha256 of {len(unequal)} tensors is not the hash of the stored bytes (the first: {unequal[0]})"]
+
+
+def check_iteration(cfg: Any, files: RunFiles, iteration: int, arrays: dict[str, np.ndarray]) -> list[str]:
+    """Counts, shapes, steps and the numbers that follow from the arrays."""
+    place, errors = f"i{iteration:04d}", []
+
+    def expect(what: str, value: Any, expected: Any) -> None:
+        if value != expected:
+            errors.append(f"{place}: {what} is {value}, expected {expected}")
+
+    num_samples = cfg.sampling.prompts_per_iteration * cfg.sampling.samples_per_prompt
+    for name in ("lengths", "prompt_lengths", "prompt_ids", "sample_index", "finish", "rewards"):
+        expect(f"number of samples in {name}", len(arrays[name]), num_samples)
+    responses = int((arrays["lengths"] - arrays["prompt_lengths"]).sum())
+    expect("number of tokens", len(arrays["tokens"]), int(arrays["lengths"].sum()))
+    for name in ("rollout", "reference", "old", "current"):
+        expect(f"number of {name} logprobs", len(arrays[name]), responses)
+    summary = _recorded(files.iteration(iteration) / "rollout" / "summary.json", ()) or {}
+    expect("tokens_sha256 of the rollout's summary", summary.get("tokens_sha256"), tokens_sha256(arrays))
+    expect("weight_version of the rollout", summary.get("weight_version"), f"weight_v{iteration:06d}")
+    expect("sample_count", summary.get("sample_count"), num_samples)
+    expect("token_count", summary.get("token_count"), len(arrays["tokens"]))
+    metrics = _recorded(files.iteration(iteration) / "train" / "metrics.json", ()) or {}
+    steps = [str(step) for step in files.steps(iteration)]
+    expect("optimizer steps in metrics.json", sorted(metrics, key=int), steps)
+    for step in steps:
+        expect(f"train/step of step {step}", metrics.get(step, {}).get("train/step"), int(step))
+    state = _recorded(files.state(iteration + 1) / "step.json", ()) or {}
+    expect(f"step in {relative(files.state(iteration + 1) / 'step.json', files.project)}", state.get("step"), iteration * files.num_updates)
+    updates = updates_of(_recorded(files.iteration(iteration) / "train" / "hashes.json", ()) or {})
+    for step, update in zip(steps, updates, strict=False):  # an absent one is the evidence's to report
+        if "grad_norm_hex" in update and GRADIENT_NORM in metrics.get(step, {}):
+            expect(f"grad_norm_hex of step {step}", update["grad_norm_hex"], float_hex(metrics[step][GRADIENT_NORM]))
+    return errors
+
+
+def scalar_rows(files: RunFiles, complete: dict[int, dict[str, np.ndarray]]) -> dict[str, Any]:
+    """What the trainer itself counted, step by step, and whether the stored arrays say the same."""
+    rows, errors = [], []
+    for iteration, arrays in complete.items():
+        metrics = _recorded(files.iteration(iteration) / "train" / "metrics.json", ()) or {}
+        own = [_row(int(step), values) for step, values in metrics.items() if NUMEL in values and MISMATCH in values]
+        own.sort(key=lambda row: row["step"])
+        rows += own
+        if len(own) != files.num_updates:
+            errors.append(f"i{iteration:04d}: {len(own)} of {files.num_updates} optimizer steps report a mismatch count")
+            continue
+        counted = {
+            "active tokens": (sum(row["active_token_count"] for row in own), len(arrays["rollout"])),
+            "mismatches of current and rollout logprobs": (
+                sum(row["bitwise_mismatch_count"] for row in own),
+                count_unequal(arrays["current"], arrays["rollout"]),
+            ),
+        }
+        for what, (metric, stored) in counted.items():
+            if metric != stored:
+                errors.append(f"i{iteration:04d}: the trainer counted {metric:g} {what}, the stored arrays have {stored}")
+    zero = bool(rows) and all(row["bitwise_mismatch_count"] == 0 for row in rows)
+    return {
+        "bitwise_zero": zero,
+        "errors": errors,
+        "evidence_source": "train metrics of every optimizer step, counts over all active response tokens",
+        "passed": not errors and (zero or files.num_updates > 1),  # later steps of an iteration train on another policy's tokens
+        "rows": rows,
+        "total_active_token_exposure": sum(row["active_token_count"] for row in rows),
+    }
+
+
+def _row(step: int, metrics: dict[str, Any]) -> dict[str, Any]:
+    samples = metrics.get("train/global_batch_size") or 1
+    return {
+        "active_token_count": metrics[NUMEL],
+        "bitwise_mismatch_count": metrics[MISMATCH],
+        "max_abs_dlogp": metrics.get(MAX_ABS_DIFF),
+        "mean_abs_dlogp": metrics.get(ABS_DIFF),
+        "mean_active_tokens_per_sample": metrics[NUMEL] / samples,
+        "mean_mismatch_count_per_sample": metrics[MISMATCH] / samples,
+        "step": step,
+    }
+
+
+def compare_sidecars(cfg: Any, files: RunFiles, complete: dict[int, dict[str, np.ndarray]]) -> SidecarComparison:
+    mesh = stage_mesh(cfg.layout, "train")
+    sidecars = SidecarComparison(mesh, files.num_updates)
+    for iteration, arrays in complete.items():
+        num_samples = len(arrays["lengths"])
+        calls = files.num_updates * count_micro_batches(cfg.layout, num_samples // files.num_updates)
+        place = f"i{iteration:04d}/sidecars"
+        if len({len(arrays[name]) for name in ("rollout", "old", "current")}) == 1:  # unequal sizes have their error already
+            sidecars.read(files.iteration(iteration) / "sidecars", place, calls, arrays, num_samples)
+    return sidecars

@@ -1,0 +1,63 @@
+"""Compare all runs of one experiment, and lay the comparison out for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.compare import ExperimentId, RunRecord, compare, write_comparison
+from pipeline.digest import read_json, write_bytes
+from pipeline.evidence import RunFiles
+from pipeline.paths import Paths
+from pipeline.performance import read_performance
+from pipeline.readbacks import stage_mesh
+from pipeline.report import render
+from pipeline.run_summary import read_samples
+
+
+def run(
+    runs: Mapping[str, Any],
+    validations: Mapping[str, Path],
+    experiment: ExperimentId,
+    paths: Paths,
+    output: Path,
+    executions: Mapping[str, dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Writes comparison.json and comparison.html into folder `output` and returns the record, whatever its verdict.
+
+    runs: {run key: its whole configuration}; validations: {run key: its validation.json}; executions: {run key: the execution half of
+    its configuration as plain values, for the report}.
+    """
+    records = [_record(key, cfg, validations[key], paths, (executions or {}).get(key, {})) for key, cfg in runs.items()]
+    record = compare(records, experiment)
+    write_comparison(output / "comparison.json", record)
+    write_bytes(output / "comparison.html", render(record).encode())
+    return record
+
+
+def _record(key: str, cfg: Any, validation: Path, paths: Paths, execution: dict[str, Any]) -> RunRecord:
+    files = RunFiles.of(cfg, key, paths)
+    lengths = {iteration: arrays["lengths"].tolist() for iteration, arrays in read_samples(files).items()}
+    performance = read_performance(files, lengths, stage_mesh(cfg.layout, "train").world_size)
+    return RunRecord(files, read_json(validation), execution, performance)
+
+
+def rank_main(args: dict[str, Any]) -> dict[str, Any]:
+    from pipeline import registry
+    from pipeline.config import execution_half
+
+    known, key = registry.load(), args["key"]
+    group = known.experiment(key)
+    configs = {run_key: known.run(run_key) for run_key in group.runs}
+    validations = {run_key: known.paths.validation(key, run_key) for run_key in group.runs}
+    experiment = ExperimentId(key, group.digest, next(iter(configs.values())).kernels.case)
+    executions = {run_key: execution_half(cfg) for run_key, cfg in configs.items()}
+    record = run(configs, validations, experiment, known.paths, known.paths.report(key), executions)
+    return {"verdict": record["verdict"]}
+
+
+if __name__ == "__main__":
+    from stages import entry
+
+    entry.run_alone("compare")

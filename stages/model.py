@@ -1,0 +1,227 @@
+"""Qwen3 and Llama: the forward pass on a seam of operations, with Hugging Face parameter names.
+
+One code for prefill, decode, reference, old and current logprobs, and for any tensor- and context-parallel degree. A module holds
+the rank's slice of each parameter; `attend` says where keys and values come from (the packed batch, or an engine's cache).
+Shape legend: M rows, K hidden size, H and G query and key/value heads of this rank, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from kernels import rope
+from pipeline.layout import ModelShape, shard
+from stages.batch import TokenBatch
+from stages.lockstep_ops import LockstepOps, embed, norm, rotate
+from stages.parallel import Parallel
+from stages.torch_ops import TorchOps
+
+Ops = LockstepOps | TorchOps
+Attend = Callable[["Attention", Tensor, Tensor, Tensor], Tensor]  # (module, q [M,H,D], k [M,G,D], v [M,G,D]) -> [M,H,D]
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
+
+
+@dataclass
+class Readback:
+    """What one module of this process really ran."""
+
+    backend_id: str
+    implementation: str
+    call_count: int = 0
+
+
+@dataclass
+class ModelConfig:
+    """The fields of config.json that the forward pass needs."""
+
+    shape: ModelShape
+    architecture: str
+    rms_norm_eps: float
+    rope_theta: float
+    max_positions: int
+    tied: bool
+    qk_norm: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.qk_norm = self.architecture == "Qwen3ForCausalLM"
+
+    @classmethod
+    def from_hf(cls, config: dict) -> ModelConfig:
+        """Raises ValueError for a model whose forward pass this is not."""
+        architecture = (config.get("architectures") or ["?"])[0]
+        rope_parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if architecture not in ARCHITECTURES:
+            raise ValueError(f"config.json architectures={architecture!r}: supported are {', '.join(ARCHITECTURES)}")
+        kind = rope_parameters.get("rope_type", rope_parameters.get("type", "default"))
+        if kind != "default":
+            raise ValueError(f"config.json rope_type={kind!r}: only 'default' is supported")
+        for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
+            if config.get(key):
+                raise ValueError(f"config.json {key}={config[key]!r}: only false is supported")
+        return cls(
+            shape=ModelShape.from_hf(config),
+            architecture=architecture,
+            rms_norm_eps=config["rms_norm_eps"],
+            rope_theta=float(config.get("rope_theta") or rope_parameters.get("rope_theta") or 10000.0),
+            max_positions=config["max_position_embeddings"],
+            tied=config.get("tie_word_embeddings", False),
+        )
+
+
+class Weight(nn.Module):
+    """A parameter under the name that Hugging Face gives it."""
+
+    def __init__(self, *shape: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(*shape))
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, par: Parallel, layer: int, ops: Ops, readback: Readback):
+        super().__init__()
+        s, tp = config.shape, par.mesh.shape.tp
+        self.par, self.layer, self.ops, self.readback = par, layer, ops, readback
+        self.head_dim, self.eps, self.scale = s.head_dim, config.rms_norm_eps, s.head_dim**-0.5
+        q, kv = s.num_heads // tp * s.head_dim, s.num_kv_heads // tp * s.head_dim
+        self.q_proj, self.k_proj, self.v_proj = Weight(q, s.hidden), Weight(kv, s.hidden), Weight(kv, s.hidden)
+        self.o_proj = Weight(s.hidden, q)
+        self.q_norm = Weight(s.head_dim) if config.qk_norm else None
+        self.k_norm = Weight(s.head_dim) if config.qk_norm else None
+
+    def forward(self, x: Tensor, positions: Tensor, tiles: Tensor, tables: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        par = self.par
+        self.readback.call_count += 1
+        weights = self.q_proj.weight, self.k_proj.weight, self.v_proj.weight
+        q, k, v = self.ops.column(x, weights, (par.heads, par.kv_heads, par.kv_heads), tiles)
+        q, k, v = (y.unflatten(1, (y.shape[1] // self.head_dim, self.head_dim)) for y in (q, k, v))
+        if self.q_norm is not None:
+            q = norm(par, q, self.q_norm.weight, self.eps, tiles)
+            k = norm(par, k, self.k_norm.weight, self.eps, tiles)
+        o = attend(self, rotate(q, positions, *tables), rotate(k, positions, *tables), v)
+        return self.ops.row(o.flatten(1), self.o_proj.weight, par.heads, tiles)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: ModelConfig, par: Parallel, ops: Ops, readback: Readback):
+        super().__init__()
+        self.par, self.ops, self.readback = par, ops, readback
+        _, a, b = shard("up_proj.weight", config.shape, par.numerics.k_leaf, par.numerics.vocab_leaf, par.mesh.shape.tp, par.mesh.t)
+        self.gate_proj, self.up_proj = Weight(b - a, config.shape.hidden), Weight(b - a, config.shape.hidden)
+        self.down_proj = Weight(config.shape.hidden, b - a)
+
+    def forward(self, x: Tensor, tiles: Tensor) -> Tensor:
+        self.readback.call_count += 1
+        gate, up = self.ops.column(x, (self.gate_proj.weight, self.up_proj.weight), (self.par.ffn, self.par.ffn), tiles)
+        return self.ops.row(self.ops.swiglu(gate, up), self.down_proj.weight, self.par.ffn, tiles)
+
+
+class Norm(Weight):
+    def __init__(self, size: int, par: Parallel, eps: float):
+        super().__init__(size)
+        self.par, self.eps = par, eps
+
+    def forward(self, x: Tensor, tiles: Tensor) -> Tensor:
+        return norm(self.par, x, self.weight, self.eps, tiles)
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig, par: Parallel, layer: int, ops: dict[str, Ops], readbacks: dict[str, Readback]):
+        super().__init__()
+        self.input_layernorm = Norm(config.shape.hidden, par, config.rms_norm_eps)
+        self.self_attn = Attention(config, par, layer, ops["attention"], readbacks["attention"])
+        self.post_attention_layernorm = Norm(config.shape.hidden, par, config.rms_norm_eps)
+        self.mlp = FeedForward(config, par, ops["ffn"], readbacks["ffn"])
+
+    def forward(self, x: Tensor, positions: Tensor, tiles: Tensor, tables: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x, tiles), positions, tiles, tables, attend)
+        return x + self.mlp(self.post_attention_layernorm(x, tiles), tiles)
+
+
+class Embedding(Weight):
+    def __init__(self, rows: int, hidden: int, par: Parallel):
+        super().__init__(rows, hidden)
+        self.par = par
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return embed(self.par, ids, self.weight)
+
+
+class Decoder(nn.Module):
+    def __init__(self, config: ModelConfig, par: Parallel, vocab_rows: int, ops: dict[str, Ops], readbacks: dict[str, Readback]):
+        super().__init__()
+        self.embed_tokens = Embedding(vocab_rows, config.shape.hidden, par)
+        self.layers = nn.ModuleList(DecoderLayer(config, par, i, ops, readbacks) for i in range(config.shape.num_layers))
+        self.norm = Norm(config.shape.hidden, par, config.rms_norm_eps)
+        self.tables = rope.tables(config.shape.head_dim, config.max_positions, config.rope_theta)
+
+    def forward(self, ids: Tensor, positions: Tensor, tiles: Tensor, attend: Attend) -> Tensor:
+        x = self.embed_tokens(ids)
+        for layer in self.layers:
+            x = layer(x, positions, tiles, self.tables, attend)
+        return self.norm(x, tiles)
+
+
+class Head(nn.Module):
+    """The language-model head; a tied one holds the embedding's own parameter."""
+
+    def __init__(self, weight: nn.Parameter, ops: Ops, readback: Readback):
+        super().__init__()
+        self.weight, self.ops, self.readback = weight, ops, readback
+
+    def forward(self, h: Tensor, batch: TokenBatch, inv_temp: float) -> tuple[Tensor, Tensor]:
+        self.readback.call_count += 1
+        return self.ops.logprob(h, self.weight, batch, inv_temp)
+
+    def logits(self, h: Tensor) -> Tensor:
+        self.readback.call_count += 1
+        return self.ops.logits(h, self.weight)
+
+
+class CausalLM(nn.Module):
+    """`implementations` names the kernels of each module: {"attention": "lockstep" | "torch", "ffn": ..., "logp": ...}."""
+
+    def __init__(self, config: ModelConfig, par: Parallel, implementations: dict[str, str]):
+        super().__init__()
+        ops: dict[str, Ops] = {m: LockstepOps(par) if i == "lockstep" else TorchOps(par) for m, i in implementations.items()}
+        self.config, self.par = config, par
+        self.readbacks = {m: Readback(BACKEND_IDS[m, i], i) for m, i in implementations.items()}
+        _, a, b = shard("lm_head.weight", config.shape, par.numerics.k_leaf, par.numerics.vocab_leaf, par.mesh.shape.tp, par.mesh.t)
+        self.model = Decoder(config, par, b - a, ops, self.readbacks)
+        head = self.model.embed_tokens.weight if config.tied else nn.Parameter(torch.empty(b - a, config.shape.hidden))
+        self.lm_head = Head(head, ops["logp"], self.readbacks["logp"])
+        for name, parameter in self.named_parameters():
+            parameter.tensor_name = name  # type: ignore[attr-defined]  # where the autograd functions find its gradient buffer
+
+    def forward(self, batch: TokenBatch, inv_temp: float) -> tuple[Tensor, Tensor]:
+        """Logprobs [H] and entropies [H] of the batch's response tokens."""
+
+        def attend(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return module.ops.attention(q, k, v, batch, module.scale)
+
+        h = self.model(batch.token_ids, batch.positions, batch.tiles, attend)
+        return self.lm_head(h[batch.head_rows], batch, inv_temp)
+
+
+BACKEND_IDS = {
+    ("attention", "lockstep"): "lockstep.attention.tree.v1",
+    ("ffn", "lockstep"): "lockstep.ffn.tree.v1",
+    ("logp", "lockstep"): "lockstep.linear_logp.tree.v1",
+    ("attention", "torch"): "torch.nn.functional.scaled_dot_product_attention",
+    ("ffn", "torch"): "torch.nn.functional.linear",
+    ("logp", "torch"): "torch.log_softmax",
+}
+
+
+def implementations(case: str, side: str) -> dict[str, str]:
+    """Kernels of each module on one side ("training" or "rollout") of a case such as "R/P"."""
+    letter = case.split("/")[0 if side == "training" else 1]
+    return dict.fromkeys(("attention", "ffn", "logp"), "lockstep" if letter == "R" else "torch")
+
+
+def inverse_temperature(temperature: float) -> float:
+    """1 / T; greedy decoding (T = 0) reports the logprobs of T = 1."""
+    return 1.0 / temperature if temperature else 1.0

@@ -1,0 +1,123 @@
+"""Rollout: sample completions of the iteration's prompts with the current weights, and score them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from pipeline.layout import MeshShape, owned_samples
+from stages import entry
+
+
+def main(job: entry.Job) -> None:
+    layout = job.cfg.layout
+    with job.outputs(job.step.rollout, job.step.readbacks / "rollout") as out:
+        job.launch(rollout_mesh(layout).world_size, folder=str(out[0]), readbacks=str(out[1]))
+
+
+def rollout_mesh(layout) -> MeshShape:
+    """Sampling has a layout of its own; what it leaves open is as in training."""
+    return MeshShape(tp=layout.rollout.tp or layout.tp, dp=layout.rollout.dp or layout.dp)
+
+
+def rank_main(args: dict[str, Any]) -> dict[str, Any]:
+    from stages import ranks
+    from stages.engine import LockstepEngine, Request
+    from stages.fetch import stop_token_ids
+    from stages.model import implementations
+    from stages.weights import read_weights
+
+    job = entry.Job.from_args(args)
+    cfg, step = job.cfg, job.step
+    mesh = ranks.start_mesh(rollout_mesh(cfg.layout), cfg.launch.threads, cfg.launch.kernel_build)
+    started = time.perf_counter()
+    model = ranks.build_model(step.weights_in, mesh, cfg, implementations(cfg.kernels.case, "rollout"))
+    engine = LockstepEngine(model, set(stop_token_ids(job.checkpoint)), cfg.layout.rollout.batch_size)
+    engine.load_weights(read_weights(step.weights_in), step.version_in)
+    loaded = time.perf_counter()
+    requests = [Request(p.prompt_id, k, p.token_ids) for p in job.prompts() for k in range(cfg.sampling.samples_per_prompt)]
+    own = owned_samples(len(requests), mesh.shape.dp, mesh.d)
+    completions = engine.generate(requests[own.start : own.stop], cfg.sampling, cfg.seed, step.iteration)
+    generated = time.perf_counter()
+    ranks.write_readback(Path(args["readbacks"]), model, mesh, "rollout", {"forwards": engine.forwards, "backwards": 0})
+    completions = ranks.gather_objects(mesh, completions)
+    if mesh.rank == 0:
+        write_rollout(job, requests, completions, Path(args["folder"]))
+    return {"update_weights_time": loaded - started, "rollout_time": generated - loaded}
+
+
+def write_rollout(job: entry.Job, requests: list, completions: list, folder: Path) -> None:
+    """The arrays for the trainer, the text for people, and the summary for the comparison."""
+    import numpy as np
+    from transformers import AutoTokenizer
+
+    from pipeline.records import Rollout, tokens_digest, write_json, write_jsonl
+    from stages.rewards import reward
+
+    tokenizer = AutoTokenizer.from_pretrained(job.checkpoint)
+    prompts = {p.prompt_id: p for p in job.prompts()}
+    texts = [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
+    rewards = [reward(job.cfg.data.reward, t, c.token_ids, prompts[r.prompt_id].answer) for r, c, t in zip(requests, completions, texts)]
+
+    def int32(values) -> np.ndarray:
+        return np.array(list(values), dtype=np.int32)
+
+    rollout = Rollout(
+        tokens=int32(token for r, c in zip(requests, completions) for token in (*r.token_ids, *c.token_ids)),
+        lengths=int32(len(r.token_ids) + len(c.token_ids) for r, c in zip(requests, completions)),
+        prompt_lengths=int32(len(r.token_ids) for r in requests),
+        prompt_ids=int32(r.prompt_id for r in requests),
+        sample_index=int32(r.sample for r in requests),
+        logprobs=np.array([x for c in completions for x in c.logprobs], dtype=np.float32),
+        rewards=np.array(rewards, dtype=np.float32),
+        finish=int32(c.finish for c in completions),
+    )
+    rollout.save(folder)
+    rows = zip(requests, completions, texts, rollout.rewards.tolist())
+    finish_reasons = ("eos", "length")
+    write_jsonl(
+        folder / "completions.jsonl",
+        [
+            {
+                "prompt_id": r.prompt_id,
+                "sample": r.sample,
+                "prompt": prompts[r.prompt_id].prompt,
+                "answer": prompts[r.prompt_id].answer,
+                "completion": text,
+                "reward": score,
+                "num_tokens": len(c.token_ids),
+                "finish_reason": finish_reasons[c.finish],
+            }
+            for r, c, text, score in rows
+        ],
+    )
+    summary = {
+        "tokens_sha256": tokens_digest(rollout),
+        "sample_count": len(requests),
+        "token_count": int(rollout.lengths.sum()),
+        "weight_version": job.step.version_in,
+        "metrics": rollout_metrics(rollout, job.cfg.sampling.samples_per_prompt),
+    }
+    write_json(folder / "summary.json", summary)
+
+
+def rollout_metrics(rollout, samples_per_prompt: int) -> dict[str, float]:
+    """The rollout/* metrics; sums by math.fsum, so no order decides a bit."""
+    import math
+
+    rewards = [float(r) for r in rollout.rewards]
+    n = len(rewards)
+    groups = [rewards[i : i + samples_per_prompt] for i in range(0, n, samples_per_prompt)]
+    mean = math.fsum(rewards) / n
+    return {
+        "rollout/reward_mean": mean,
+        "rollout/reward_std": math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / n),
+        "rollout/frac_zero_std": sum(len(set(g)) == 1 for g in groups) / len(groups),
+        "rollout/response_length_mean": int(rollout.response_lengths.sum()) / n,
+        "rollout/truncated_frac": int((rollout.finish == 1).sum()) / n,
+    }
+
+
+if __name__ == "__main__":
+    entry.run(main, "rollout")
