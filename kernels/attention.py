@@ -31,7 +31,7 @@ _FAULTS = {
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, seqs: Tensor, q_pos: Tensor, scale: float, kv_leaf: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q [M,Hq,D] -> o [M,Hq,D], and for the backward pass m, l [M,Hq]: the maximum score and sum exp(s - m). Rows of no sequence are zero."""
+    """q [M,Hq,D] -> o [M,Hq,D], and for the backward pass m, l [M,Hq]: maximum score and sum exp(s - m). Rows of no sequence are zero."""
     q = q.contiguous()
     seqs, q_pos = _checked(q, k, v, seqs, q_pos, kv_leaf)
     o, m, norm = torch.zeros_like(q), torch.zeros(q.shape[:2]), torch.zeros(q.shape[:2])
@@ -75,8 +75,8 @@ def backward_kv(
     dk = torch.zeros((int((k_ranges[:, 2] - k_ranges[:, 1]).sum()), *k.shape[1:]))
     dv = torch.zeros_like(dk)
     build.library().attention_backward_kv(
-        do, q, *_cache(k), *_cache(v), m, norm, delta, seqs, len(seqs), q_pos, k_ranges, len(k_ranges), *_heads(q, k), float(scale), token_leaf,
-        dk, dv,
+        do, q, *_cache(k), *_cache(v), m, norm, delta, seqs, len(seqs), q_pos, k_ranges, len(k_ranges), *_heads(q, k), float(scale),
+        token_leaf, dk, dv,
     )  # fmt: skip
     return dk, dv
 
@@ -111,7 +111,7 @@ def _heads(q: Tensor, k: Tensor) -> tuple[int, int, int]:
     return q.shape[1], k.shape[1], q.shape[2]
 
 
-# --- references: the same chains and trees in plain torch, bit for bit; loops over rows and heads, so for tiny shapes -----------------------
+# --- references: the same chains and trees in plain torch, bit for bit; they loop over rows and heads, so for tiny shapes -----------------
 def _chain(a: Tensor, b: Tensor, start: Tensor | None = None) -> Tensor:
     """Chain over dim 0 of a [T,...] * b [T,...]."""
     acc = torch.zeros(torch.broadcast_shapes(a.shape[1:], b.shape[1:])) if start is None else start

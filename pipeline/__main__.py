@@ -1,7 +1,8 @@
 """The one command: compose the configuration, check it, register its runs in params.yaml, let DVC run what changed, say the verdict.
 
 `python -m pipeline --help` explains it. Hydra only composes and sweeps: every job of a multirun adds its overrides to a list, and when all
-of them are known to be valid, one `dvc repro` runs them, one after another on the same fork server. Hydra's launchers have nothing to do.
+of them are known to be valid, one `dvc repro` an experiment runs them, one after another on the same fork server. Hydra's launchers have
+nothing to do.
 """
 
 from __future__ import annotations
@@ -34,8 +35,7 @@ def main() -> int:
     if register_only:
         return 0
     try:
-        repro.run_dvc(["config", *(f"track@{key}" for key in experiments)])
-        return repro.print_verdicts(experiments)
+        return max(repro.verdict_of(key) for key in experiments)
     except UserError as error:
         return report(error)
 
@@ -50,10 +50,15 @@ def command_lines() -> list[list[str]]:
 
     compose.register_schema()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, instead of printing and exiting with its own code
-    sys.argv[1:] = without_swept_layouts(sys.argv[1:])
+    sys.argv[1:] = multirun_first(without_swept_layouts(sys.argv[1:]))
     with compose.one_line_errors():
         collect()
     return jobs
+
+
+def multirun_first(args: list[str]) -> list[str]:
+    """`experiment=smollm2 -m layout=tp3`: argparse takes overrides on one side of a flag only, users write them on both."""
+    return sorted(args, key=lambda arg: arg not in ("-m", "--multirun"))
 
 
 def without_swept_layouts(args: list[str]) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, cast
 
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 
 
 # --- experiment: every key here is part of the experiment digest -------------------------------------------------------------
@@ -175,7 +175,7 @@ EXPERIMENT_KEYS = tuple(f.name for f in fields(Experiment))
 EXECUTION_KEYS = tuple(f.name for f in fields(Execution))
 
 
-def to_config(node: DictConfig | Mapping[str, Any]) -> Config:
+def to_config(node: DictConfig | ListConfig | Mapping[Any, Any]) -> Config:
     """The typed configuration of composed YAML. Raises omegaconf's errors for an unknown key, a wrong type, a missing value."""
     merged = OmegaConf.merge(OmegaConf.structured(Config), node)
     return cast(Config, OmegaConf.to_object(merged))

@@ -48,17 +48,27 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def print_verdicts(experiments: list[str], root: Path = ROOT) -> int:
-    """A line per run and the verdict of each experiment, on stdout. The exit code: 0, or that of ResultsDiffer."""
-    code = 0
-    for key in experiments:
-        comparison = read_comparison(Paths(root).comparison(key))
-        width = max(len(run["run_id"]) for run in comparison["runs"])
-        for run in comparison["runs"]:
-            print(f"{run['run_id']:<{width}}  {run['result_digest']}")
-        print(verdict_line(comparison), flush=True)
-        code = code if comparison["verdict"] in ("identical", "alone") else ResultsDiffer.exit_code
-    return code
+def verdict_of(experiment: str, root: Path = ROOT) -> int:
+    """Runs what changed in one experiment and prints a line per run and the verdict on stdout. The exit code: 0 or that of ResultsDiffer.
+
+    Raises StageFailed; an older comparison that a failed run has left in place is never read.
+    """
+    from pipeline.tracking import is_pending
+
+    was_pending = is_pending(experiment, Paths(root))
+    try:
+        run_dvc(["config", f"track@{experiment}"], root)
+        if was_pending and is_pending(experiment, Paths(root)):  # a cached track would never bring an unreachable server up to date
+            run_dvc(["--force", "--single-item", f"track@{experiment}"], root)
+    except StageFailed as failed:
+        if failed.exit_code != ResultsDiffer.exit_code:  # track fails like this when all is compared, and differs
+            raise
+    comparison = read_comparison(Paths(root).comparison(experiment))
+    width = max(len(run["run_id"]) for run in comparison["runs"])
+    for run in comparison["runs"]:
+        print(f"{run['run_id']:<{width}}  {run['result_digest']}")
+    print(verdict_line(comparison), flush=True)
+    return 0 if comparison["verdict"] in ("identical", "alone") else ResultsDiffer.exit_code
 
 
 def verdict_line(comparison: dict[str, Any]) -> str:

@@ -85,7 +85,11 @@ class LockstepEngine:
         shape, par = self.model.config.shape, self.model.par
         heads = shape.num_kv_heads // par.mesh.shape.tp
         rows = num_slots * length
-        self._cache = [tuple(torch.empty(rows, heads, shape.head_dim) for _ in "kv") for _ in range(shape.num_layers)]
+
+        def empty() -> Tensor:
+            return torch.empty(rows, heads, shape.head_dim)
+
+        self._cache = [(empty(), empty()) for _ in range(shape.num_layers)]
 
     def _step(self, active, requests, completions, length, sampling: Sampling, seed: int, iteration: int) -> None:
         """One forward over all active sequences: whole prompts of new ones beside the last token of the others."""

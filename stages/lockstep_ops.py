@@ -19,8 +19,8 @@ from stages.parallel import Axis, Parallel
 
 
 def _accumulate_linear(par: Parallel, weight: Tensor, dy: Tensor, x: Tensor, tiles: Tensor) -> None:
-    with par.grads.naming(weight.tensor_name):
-        linear.accumulate_weight_grad(par.grads.buffer(weight.tensor_name), dy, x, tiles, par.numerics.grad_scale_log2)
+    with par.accumulator(weight) as acc:
+        linear.accumulate_weight_grad(acc, dy, x, tiles, par.numerics.grad_scale_log2)
 
 
 def _partials(axis: Axis, par: Parallel, compute) -> tuple[list, Tensor, int]:
@@ -50,7 +50,7 @@ class _Column(Function):
         dx, *rest = collectives.tree_all_reduce(parts, par.mesh.tp_group)
         for r in rest:  # a fixed order of the linears: (q + k) + v, gate + up
             dx = dx + r
-        return None, None, None, None, dx, *(par.grads.placeholder(w) for w in weights)
+        return None, None, None, None, dx, *(par.placeholder(w) for w in weights)
 
 
 class _Row(Function):
@@ -68,7 +68,7 @@ class _Row(Function):
         x, w = ctx.saved_tensors
         dy = dy.contiguous()
         _accumulate_linear(ctx.par, w, dy, x, ctx.tiles)
-        return None, None, None, None, linear.input_grad(dy, w, ctx.leaf_out), ctx.par.grads.placeholder(w)
+        return None, None, None, None, linear.input_grad(dy, w, ctx.leaf_out), ctx.par.placeholder(w)
 
 
 class _RMSNorm(Function):
@@ -82,10 +82,9 @@ class _RMSNorm(Function):
     @staticmethod
     def backward(ctx, dy):
         x, w, rstd = ctx.saved_tensors
-        grads = ctx.par.grads
-        with grads.naming(w.tensor_name):
-            dx = rms_norm.backward(dy.contiguous(), x, w, rstd, grads.buffer(w.tensor_name), ctx.tiles, ctx.par.numerics.grad_scale_log2)
-        return None, None, None, dx, grads.placeholder(w)
+        with ctx.par.accumulator(w) as acc:
+            dx = rms_norm.backward(dy.contiguous(), x, w, rstd, acc, ctx.tiles, ctx.par.numerics.grad_scale_log2)
+        return None, None, None, dx, ctx.par.placeholder(w)
 
 
 class _Rope(Function):
@@ -119,10 +118,9 @@ class _Embedding(Function):
     @staticmethod
     def backward(ctx, dx):
         par, w = ctx.par, ctx.weight
-        with par.grads.naming(w.tensor_name):
-            buffer = par.grads.buffer(w.tensor_name)
-            embedding.accumulate_grad(buffer, ctx.ids, dx.contiguous(), par.first_token_id, par.numerics.grad_scale_log2)
-        return None, None, par.grads.placeholder(w)
+        with par.accumulator(w) as acc:
+            embedding.accumulate_grad(acc, ctx.ids, dx.contiguous(), par.first_token_id, par.numerics.grad_scale_log2)
+        return None, None, par.placeholder(w)
 
 
 class _Attention(Function):
@@ -177,14 +175,14 @@ class _Logprob(Function):
         par, batch, n = ctx.par, ctx.batch, ctx.par.numerics
         h, w, lse, entropy = ctx.saved_tensors
         nodes = par.vocab.nodes
-        with par.grads.naming(w.tensor_name):
+        with par.accumulator(w) as acc:
             dh = logprob.backward(
                 h, w, batch.head_targets, lse, entropy, g_logp.contiguous(), g_entropy.contiguous(), ctx.inv_temp,
                 n.k_leaf, n.vocab_leaf, par.first_token_id, nodes[par.mesh.t],
-                par.grads.buffer(w.tensor_name), batch.head_tiles, n.grad_scale_log2,
+                acc, batch.head_tiles, n.grad_scale_log2,
             )  # fmt: skip
         dh = collectives.tree_all_reduce([(nodes, dh, par.vocab.count)], par.mesh.tp_group)[0]
-        return None, None, None, dh, par.grads.placeholder(w)
+        return None, None, None, dh, par.placeholder(w)
 
 
 class LockstepOps:
@@ -249,4 +247,4 @@ def gather_vocab(par: Parallel, part: Tensor) -> Tensor:
     """Whole logits [M,V] from the tensor-parallel ranks' slices."""
     if par.mesh.tp_group is None:
         return part
-    return collectives.all_gather_rows(part.t().contiguous(), par.vocab_widths, par.mesh.tp_group).t().contiguous()
+    return collectives.all_gather_rows(part.t().contiguous(), par.vocab.widths, par.mesh.tp_group).t().contiguous()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels import rope
-from pipeline.layout import ModelShape, shard
+from pipeline.layout import ModelShape
 from stages.batch import TokenBatch
 from stages.lockstep_ops import LockstepOps, embed, norm, rotate
 from stages.parallel import Parallel
@@ -98,7 +98,7 @@ class Attention(nn.Module):
         weights = self.q_proj.weight, self.k_proj.weight, self.v_proj.weight
         q, k, v = self.ops.column(x, weights, (par.heads, par.kv_heads, par.kv_heads), tiles)
         q, k, v = (y.unflatten(1, (y.shape[1] // self.head_dim, self.head_dim)) for y in (q, k, v))
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q = norm(par, q, self.q_norm.weight, self.eps, tiles)
             k = norm(par, k, self.k_norm.weight, self.eps, tiles)
         o = attend(self, rotate(q, positions, *tables), rotate(k, positions, *tables), v)
@@ -109,9 +109,9 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig, par: Parallel, ops: Ops, readback: Readback):
         super().__init__()
         self.par, self.ops, self.readback = par, ops, readback
-        _, a, b = shard("up_proj.weight", config.shape, par.numerics.k_leaf, par.numerics.vocab_leaf, par.mesh.shape.tp, par.mesh.t)
-        self.gate_proj, self.up_proj = Weight(b - a, config.shape.hidden), Weight(b - a, config.shape.hidden)
-        self.down_proj = Weight(config.shape.hidden, b - a)
+        width = par.ffn.widths[par.mesh.t]
+        self.gate_proj, self.up_proj = Weight(width, config.shape.hidden), Weight(width, config.shape.hidden)
+        self.down_proj = Weight(config.shape.hidden, width)
 
     def forward(self, x: Tensor, tiles: Tensor) -> Tensor:
         self.readback.call_count += 1
@@ -189,9 +189,9 @@ class CausalLM(nn.Module):
         ops: dict[str, Ops] = {m: LockstepOps(par) if i == "lockstep" else TorchOps(par) for m, i in implementations.items()}
         self.config, self.par = config, par
         self.readbacks = {m: Readback(BACKEND_IDS[m, i], i) for m, i in implementations.items()}
-        _, a, b = shard("lm_head.weight", config.shape, par.numerics.k_leaf, par.numerics.vocab_leaf, par.mesh.shape.tp, par.mesh.t)
-        self.model = Decoder(config, par, b - a, ops, self.readbacks)
-        head = self.model.embed_tokens.weight if config.tied else nn.Parameter(torch.empty(b - a, config.shape.hidden))
+        rows = par.vocab.widths[par.mesh.t]
+        self.model = Decoder(config, par, rows, ops, self.readbacks)
+        head = self.model.embed_tokens.weight if config.tied else nn.Parameter(torch.empty(rows, config.shape.hidden))
         self.lm_head = Head(head, ops["logp"], self.readbacks["logp"])
         for name, parameter in self.named_parameters():
             parameter.tensor_name = name  # type: ignore[attr-defined]  # where the autograd functions find its gradient buffer

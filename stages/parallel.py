@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pipeline.layout import ModelShape, num_leaves, split_evenly, tree_nodes
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from pipeline.config import Numerics
     from stages.exact_gradients import ExactGradients
     from stages.mesh import Mesh
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
 class Axis:
     """An axis cut in leaves; every tensor-parallel rank holds a contiguous range of them."""
 
+    size: int  # elements
     leaf: int  # elements per leaf
     count: int  # leaves of the whole axis
     ranges: tuple[tuple[int, int], ...]  # leaves [a, b) of each tensor-parallel rank
@@ -24,7 +29,12 @@ class Axis:
     @classmethod
     def of(cls, size: int, leaf: int, tp: int) -> Axis:
         count = num_leaves(size, leaf)
-        return cls(leaf, count, tuple(split_evenly(count, tp, t) for t in range(tp)))
+        return cls(size, leaf, count, tuple(split_evenly(count, tp, t) for t in range(tp)))
+
+    @property
+    def widths(self) -> list[int]:
+        """Elements of each rank's slice."""
+        return [min(b * self.leaf, self.size) - min(a * self.leaf, self.size) for a, b in self.ranges]
 
     @property
     def nodes(self) -> list[list[tuple[int, int]]]:
@@ -57,8 +67,15 @@ class Parallel:
         """First vocabulary id of this rank's slice of the embedding and the head."""
         return self.vocab.ranges[self.mesh.t][0] * self.vocab.leaf
 
-    @property
-    def vocab_widths(self) -> list[int]:
-        """Rows of the embedding and the head on each tensor-parallel rank."""
-        axis, size = self.vocab, self.shape.vocab
-        return [min(b * axis.leaf, size) - min(a * axis.leaf, size) for a, b in axis.ranges]
+    @contextlib.contextmanager
+    def accumulator(self, weight: Tensor) -> Iterator[Tensor]:
+        """The int64 accumulator of a parameter; an overflow inside the block gets the parameter's name."""
+        if self.grads is None:
+            raise RuntimeError("this model is not trained: it has no gradient accumulators")
+        name: str = weight.tensor_name  # type: ignore[attr-defined]  # set by CausalLM
+        with self.grads.naming(name):
+            yield self.grads.buffer(name)
+
+    def placeholder(self, weight: Tensor) -> Tensor | None:
+        """What an autograd function returns for the weight's gradient, which goes to the accumulator instead."""
+        return self.grads.placeholder(weight) if self.grads else None

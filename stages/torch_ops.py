@@ -53,7 +53,7 @@ class _GatherVocab(Function):
 
     @staticmethod
     def forward(ctx, part, par):
-        widths, t = par.vocab_widths, par.mesh.t
+        widths, t = par.vocab.widths, par.mesh.t
         ctx.span = sum(widths[:t]), sum(widths[: t + 1])
         return gather_vocab(par, part)
 

@@ -14,10 +14,10 @@ from stages.model import CausalLM, ModelConfig, implementations
 from stages.parallel import Parallel
 from stages.weights import load_slices
 
-COMMON = dict(
-    hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=3, head_dim=8,
-    vocab_size=130, max_position_embeddings=128, rms_norm_eps=1e-6, rope_theta=10000.0,
-)  # fmt: skip
+COMMON = {
+    "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8,
+    "vocab_size": 130, "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+}  # fmt: skip
 NUMERICS = Numerics(k_leaf=16, vocab_leaf=32, kv_leaf=8, token_leaf=8, grad_scale_log2=40)
 
 

@@ -98,11 +98,11 @@ def test_another_conf_is_refused_by_the_stages_and_composed_again_by_the_command
 
 def test_tracking_belongs_to_the_experiment(project, runs):
     registry.upsert([runs["oracle"], runs["tp2"]], never, project)
-    content = OmegaConf.load(project / "params.yaml")
+    content = dict(OmegaConf.load(project / "params.yaml"))
     elsewhere = replace(runs["oracle"].config, tracking=replace(runs["oracle"].config.tracking, experiment="elsewhere"))
     after = registry.upsert([replace(runs["oracle"], config=elsewhere)], never, project)
     assert after.run("tiny-tp2").tracking.experiment == "elsewhere"
-    changed = OmegaConf.load(project / "params.yaml")
+    changed = dict(OmegaConf.load(project / "params.yaml"))
     for section in ("runs", "steps", "checkpoints", "prompts", "validations"):  # what fetch, rollout and train depend on
         assert changed[section] == content[section]
 
@@ -166,17 +166,37 @@ def comparison(verdict: str) -> dict:
     return {"verdict": verdict, "result_digest": "aa", "reasons": ["iteration 2, weights: ..."], "runs": runs}
 
 
-def test_verdicts_and_exit_codes(tmp_path, capsys):
+def test_verdicts_and_exit_codes(tmp_path, capsys, monkeypatch):
+    asked = []
+    monkeypatch.setattr(repro, "run_dvc", lambda targets, root: asked.append(targets))
     for key, verdict in (("same", "identical"), ("other", "different")):
         path = tmp_path / "reports" / key / "comparison.json"
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps(comparison(verdict)))
-    assert repro.print_verdicts(["same"], tmp_path) == 0
+    assert repro.verdict_of("same", tmp_path) == 0
     assert capsys.readouterr().out == "tiny-tp1cp1dp1  aa\ntiny-tp2        ab\nidentical: aa\n"
-    assert repro.print_verdicts(["other", "same"], tmp_path) == ResultsDiffer.exit_code == 3
+    assert repro.verdict_of("other", tmp_path) == ResultsDiffer.exit_code == 3
     assert "different: iteration 2, weights: ...\n" in capsys.readouterr().out
+    assert asked == [["config", "track@same"], ["config", "track@other"]]
     with pytest.raises(MissingPrerequisite):
-        repro.print_verdicts(["none"], tmp_path)
+        repro.verdict_of("none", tmp_path)
+
+
+@pytest.mark.parametrize("stage_exit_code, believed", [(3, True), (1, False)])
+def test_an_old_verdict_is_not_read_after_a_failure(tmp_path, capsys, monkeypatch, stage_exit_code, believed):
+    def failing(targets, root):
+        raise repro.StageFailed("track tiny: ...", stage_exit_code)
+
+    monkeypatch.setattr(repro, "run_dvc", failing)
+    path = tmp_path / "reports/tiny/comparison.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(comparison("different")))
+    if believed:
+        assert repro.verdict_of("tiny", tmp_path) == 3
+    else:
+        with pytest.raises(repro.StageFailed):
+            repro.verdict_of("tiny", tmp_path)
+    assert bool(capsys.readouterr().out) == believed
 
 
 def test_a_failed_stage_gives_its_own_exit_code(tmp_path):

@@ -198,15 +198,6 @@ def test_streamed_file_reads_as_safetensors(tmp_path):
     assert not list(tmp_path.glob("*bad*"))
 
 
-def test_end_of_sequence_ids(tmp_path):
-    with pytest.raises(UserError, match="eos_token_id"):
-        weights.eos_token_ids(tmp_path)
-    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
-    assert weights.eos_token_ids(tmp_path) == [7]
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 3]}')
-    assert weights.eos_token_ids(tmp_path) == [3, 9]
-
-
 def test_weights_of_another_model_are_refused():
     model = torch.nn.Module()
     model.lm = torch.nn.Linear(2, 3, bias=False)

@@ -1,44 +1,14 @@
 // Attention forward. Leaf = kv_leaf keys at absolute positions, with its own maximum m, sum l and output o; leaves are merged on the tree
 // aligned to powers of two. Two schedules, one result: many row-heads side by side, or, for decoding, few of them with keys side by side.
-#include "attention.h"
-
-#include "linear.h"
+#include "attention_parts.h"
 
 namespace lockstep {
 namespace {
 
-constexpr int kFewRows = kLanes == 16 ? 6 : 4;  // up to so many row-heads the second schedule is faster
-
-struct Output {
-  float *o, *m, *l;
-};
-
-struct Task {
-  int64_t seq, kv_head, first, count;  // row-heads [first, first + count) of the sequence: row = q_start + i / group, head = kv_head * group + i % group
-};
-
-struct Lane {
-  int64_t row, head;
-};
-Lane lane(const Problem& p, const Task& t, int64_t i) {
-  int64_t g = p.group(), j = t.first + i;
-  return {p.seqs[t.seq].q_start + j / g, t.kv_head * g + j % g};
-}
-
-// [left] = merge of two nodes, one lane: each side is scaled to the common maximum. An absent side adds exactly nothing; the +0 keeps
-// zeros positive, so that it adds nothing to them either.
-struct Weights {
-  Vec m, left, right;
-};
-Weights merge_weights(Vec left, Vec right) {
-  Vec m = max(left, right);
-  return {m, exp(left - m), exp(right - m)};
-}
-Vec merged(Vec left, Vec right, const Weights& w) { return fma(right, w.right, left * w.left) + Vec{}; }
-
 // Scores of one leaf, and p = exp(s - m) in their place. Lane j sees the first visible[j] keys.
 template <int NV>
-void leaf_probabilities(const float* k, int64_t k_stride, int64_t keys, const float* q, int64_t D, float scale, const int32_t* visible, bool all_visible, float* p, float* m, float* l) {
+void leaf_probabilities(const float* k, int64_t k_stride, int64_t keys, const float* q, int64_t D, float scale, const int32_t* visible,
+                        bool all_visible, float* p, float* m, float* l) {
   constexpr int W = NV * kLanes;
   Vec most[NV], sum[NV] = {};
   for (int j = 0; j < NV; j++) most[j] = splat(kAbsent);
@@ -103,10 +73,12 @@ void many_rows(const Problem& p, const Task& t, const float* q, const Cache& k, 
     }
     float* node = nodes + tree.push_slot() * node_size;
     int64_t row = seq.k_start + first_key;
-    leaf_probabilities<NV>(k.data + row * k.row_stride + t.kv_head * k.head_stride, k.row_stride, keys, q_tile, p.D, p.scale, visible, all_visible, probabilities, node, node + W);
-    for_rows<NV>(p.D, v.data + row * v.row_stride + t.kv_head * v.head_stride, 1, v.row_stride, probabilities, keys, Zero(), [&](int64_t d, Vec(&acc)[NV]) {
-      for (int j = 0; j < NV; j++) store(node + (2 + d) * W + j * kLanes, acc[j] + Vec{});
-    });
+    leaf_probabilities<NV>(k.data + row * k.row_stride + t.kv_head * k.head_stride, k.row_stride, keys, q_tile, p.D, p.scale, visible,
+                           all_visible, probabilities, node, node + W);
+    for_rows<NV>(p.D, v.data + row * v.row_stride + t.kv_head * v.head_stride, 1, v.row_stride, probabilities, keys, Zero(),
+                 [&](int64_t d, Vec(&acc)[NV]) {
+                   for (int j = 0; j < NV; j++) store(node + (2 + d) * W + j * kLanes, acc[j] + Vec{});
+                 });
     tree.push(i, merge);
   }
   tree.finish(merge);
@@ -117,78 +89,6 @@ void many_rows(const Problem& p, const Task& t, const float* q, const Cache& k, 
     Lane at = lane(p, t, j);
     out.m[at.row * p.Hq + at.head] = nodes[j];
     out.l[at.row * p.Hq + at.head] = nodes[W + j];
-  }
-}
-
-// p = exp(s - m) for one row-head that sees `visible` keys of the leaf; the rest of p is zero.
-void row_probabilities(float* p, int64_t keys, int64_t visible, float scale, float& m, float& l) {
-  Vec most = splat(kAbsent);
-  int64_t i = 0;
-  for (; i + kLanes <= visible; i += kLanes) {
-    Vec s = load(p + i) * splat(scale);
-    store(p + i, s);
-    most = max(most, s);
-  }
-  m = kAbsent;
-  for (int j = 0; j < kLanes; j++) m = m < most[j] ? most[j] : m;
-  for (; i < visible; i++) {
-    p[i] *= scale;
-    m = m < p[i] ? p[i] : m;
-  }
-  for (i = 0; i + kLanes <= visible; i += kLanes) store(p + i, exp(load(p + i) - splat(m)));
-  if (i < visible) store_partial(p + i, exp(load_partial(p + i, int(visible - i)) - splat(m)), int(visible - i));
-  std::fill(p + visible, p + keys, 0.0f);
-  l = 0.0f;
-  for (i = 0; i < visible; i++) l += p[i];
-}
-
-// At most kFewRows row-heads of one kv head: their rows one by one, keys (for scores) and head dims (for outputs) side by side.
-void few_rows(const Problem& p, const Task& t, const float* q, const Cache& k, const Cache& v, int64_t leaf, const Output& out) {
-  const Sequence& seq = p.seqs[t.seq];
-  int64_t R = t.count, D = p.D, last_key[kFewRows], most_keys = 0;
-  for (int64_t i = 0; i < R; i++) {
-    last_key[i] = std::min(p.q_pos[lane(p, t, i).row], seq.k_len - 1);
-    most_keys = std::max(most_keys, last_key[i] + 1);
-  }
-  int64_t leaves = num_blocks(most_keys, leaf), row_size = D + 2, node_size = R * row_size;  // node row: m, l, o[D]
-  float* rows = scratch(3, size_t(R * (D + leaf) + AlignedTree::slots(leaves) * node_size + kLanes));
-  float *probabilities = rows + R * D, *nodes = probabilities + R * leaf;
-  for (int64_t i = 0; i < R; i++) {
-    Lane at = lane(p, t, i);
-    memcpy(rows + i * D, q + (at.row * p.Hq + at.head) * D, 4 * size_t(D));
-  }
-  auto merge = [&](int left, int right) {
-    for (int64_t i = 0; i < R; i++) {
-      float *a = nodes + left * node_size + i * row_size, *b = nodes + right * node_size + i * row_size;
-      Weights w = merge_weights(splat(a[0]), splat(b[0]));
-      a[0] = w.m[0];
-      int64_t d = 1;
-      for (; d + kLanes <= row_size; d += kLanes) store(a + d, merged(load(a + d), load(b + d), w));
-      if (int n = int(row_size - d)) store_partial(a + d, merged(load_partial(a + d, n), load_partial(b + d, n), w), n);
-    }
-  };
-  AlignedTree tree;
-  for (int64_t leaf_index = 0; leaf_index < leaves; leaf_index++) {
-    int64_t first_key = leaf_index * leaf, keys = std::min(leaf, most_keys - first_key), row = seq.k_start + first_key;
-    float* node = nodes + tree.push_slot() * node_size;
-    linear_forward(rows, D, k.data + row * k.row_stride + t.kv_head * k.head_stride, k.row_stride, probabilities, keys, R, keys, D, D);
-    for (int64_t i = 0; i < R; i++) {
-      int64_t visible = std::max<int64_t>(0, std::min(keys, last_key[i] + 1 - first_key));
-      row_probabilities(probabilities + i * keys, keys, visible, p.scale, node[i * row_size], node[i * row_size + 1]);
-    }
-    linear_input_grad(probabilities, keys, v.data + row * v.row_stride + t.kv_head * v.head_stride, v.row_stride, node + 2, row_size, R, keys, D, keys);
-    for (int64_t i = 0; i < R; i++)
-      for (int64_t d = 2; d < row_size; d++) node[i * row_size + d] += 0.0f;
-    tree.push(leaf_index, merge);
-  }
-  tree.finish(merge);
-  for (int64_t i = 0; i < R; i++) {
-    Lane at = lane(p, t, i);
-    int64_t index = at.row * p.Hq + at.head;
-    const float* node = nodes + i * row_size;
-    out.m[index] = node[0];
-    out.l[index] = node[1];
-    for (int64_t d = 0; d < D; d++) out.o[index * D + d] = node[2 + d] / node[1];
   }
 }
 
@@ -213,7 +113,7 @@ static void attention_forward(const Problem& p, const float* q, const Cache& k, 
   parallel_for(int64_t(tasks.size()), grain_for(work), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
       const Task& t = tasks[size_t(i)];
-      if (t.count <= kFewRows) few_rows(p, t, q, k, v, leaf, out);
+      if (t.count <= kFewRows) attention_few_rows(p, t, q, k, v, leaf, out);
       else with_constant<kVecs>(int(num_blocks(t.count, kLanes)), [&](auto n) { many_rows<n>(p, t, q, k, v, leaf, out); });
     }
   });
@@ -222,7 +122,7 @@ static void attention_forward(const Problem& p, const float* q, const Cache& k, 
 }  // namespace lockstep
 
 extern "C" {
-// 0 = fine, 1 = a sequence leaves the M query or R key rows, 2 = a query row sees no key, 3 = positions don't rise within a sequence (if asked).
+// 0 = fine, 1 = a sequence leaves the M query or R key rows, 2 = a query row sees no key, 3 = (if asked) positions don't rise in a sequence.
 int attention_check(const int64_t* seqs, int64_t num_seqs, const int64_t* q_pos, int64_t M, int64_t R, int64_t rising) {
   for (int64_t s = 0; s < num_seqs; s++) {
     const auto [q_start, q_stop, k_start, k_len] = reinterpret_cast<const lockstep::Sequence*>(seqs)[s];
@@ -234,8 +134,9 @@ int attention_check(const int64_t* seqs, int64_t num_seqs, const int64_t* q_pos,
   }
   return 0;
 }
-void attention_forward(const float* q, const float* k, int64_t k_row, int64_t k_head, const float* v, int64_t v_row, int64_t v_head, const int64_t* seqs, int64_t num_seqs,
-                       const int64_t* q_pos, int64_t Hq, int64_t Hkv, int64_t D, double scale, int64_t kv_leaf, float* o, float* m, float* l) {
+void attention_forward(const float* q, const float* k, int64_t k_row, int64_t k_head, const float* v, int64_t v_row, int64_t v_head,
+                       const int64_t* seqs, int64_t num_seqs, const int64_t* q_pos, int64_t Hq, int64_t Hkv, int64_t D, double scale,
+                       int64_t kv_leaf, float* o, float* m, float* l) {
   using namespace lockstep;
   FloatMode mode;
   Problem p = {reinterpret_cast<const Sequence*>(seqs), num_seqs, q_pos, Hq, Hkv, D, float(scale)};

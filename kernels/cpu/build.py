@@ -25,8 +25,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 SOURCES = Path(__file__).resolve().parent
 BUILDS = ("avx512", "avx2", "scalar")
 _COMMON_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-Wno-psabi")
@@ -71,7 +69,7 @@ class Library(ctypes.CDLL):
 def _argument(value: Any) -> Any:
     if isinstance(value, int):
         return ctypes.c_int64(value)
-    if isinstance(value, Tensor):
+    if hasattr(value, "data_ptr"):  # a tensor, without importing torch here: the build command and the checks need none
         return ctypes.c_void_p(value.data_ptr())
     return ctypes.c_double(value) if isinstance(value, float) else value
 
@@ -167,7 +165,8 @@ def compiler() -> list[str]:
 def build(name: str) -> Path:
     """Path of the shared library of a build; compiled unless it exists. Safe against concurrent builders."""
     command = [*compiler(), *_COMMON_FLAGS, *_BUILD_FLAGS[name]]
-    if "ziglang" in command or Path(command[0]).name == "zig":  # it takes the host's whole instruction set, and adds checks, unless told not to
+    if "ziglang" in command or Path(command[0]).name == "zig":
+        # Unless told not to, zig takes the host's whole instruction set and adds checks for undefined behaviour.
         command += ["-march=x86_64" if _is_x86() else "-mcpu=baseline", "-fno-sanitize=all"]
     units, headers = sorted(SOURCES.glob("*.cpp")), sorted(SOURCES.glob("*.h"))
     common = _digest(repr(command), _compiler_stamp(command[0]), *(path.read_text() for path in headers))

@@ -47,7 +47,9 @@ void parallel_for(int64_t count, int64_t grain, F&& f) {
     return;
   }
   using G = std::remove_reference_t<F>;
-  run_tasks(count, grain, [](void* context, int64_t begin, int64_t end) { (*static_cast<G*>(context))(begin, end); }, const_cast<void*>(static_cast<const void*>(&f)));
+  run_tasks(
+      count, grain, [](void* context, int64_t begin, int64_t end) { (*static_cast<G*>(context))(begin, end); },
+      const_cast<void*>(static_cast<const void*>(&f)));
 }
 
 // Grain for items that cost `work` elementary operations each: a piece below some 20 microseconds isn't worth a thread.

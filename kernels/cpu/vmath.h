@@ -49,7 +49,7 @@ static inline Vec log(Vec x) {
   Vec low = fma(k, splat(0x1.7f7d1cp-20f), fma(f * p, square, splat(-0.5f) * square));
   Vec result = fma(k, splat(0x1.62e4p-1f), f + low);
   const Vec zero = {}, infinity = from_bits(splat(int32_t(0x7f800000)));
-  result = select((IVec)(x < infinity), result, x);                                        // inf and NaN pass through
+  result = select((IVec)(x < infinity), result, x);  // inf and NaN pass through
   result = select((IVec)(x < zero), from_bits(splat(int32_t(0x7fc00000))), result);
   return select((IVec)(x == zero), -infinity, result);
 }

@@ -3,14 +3,54 @@
 #include <algorithm>
 #include <atomic>
 
-#include "fixed.h"
+#include "fixed_point.h"
 #include "parallel.h"
 #include "tile.h"
 
 namespace lockstep {
 namespace {
 
-constexpr int64_t kTokenBlock = 1024;
+constexpr int64_t kTokenBlock = 1024;   // rows per pass over the accumulator
+constexpr double kFixedLimit = 0x1p61;  // a value or a partial sum below it can be added to an accumulator below 2^62 without wrapping
+
+// sum[i] += round(v[i] * scale), ties to even; |v[i] * scale| < 2^61.
+inline void add_fixed(Vec v, double scale, int64_t* sum) {
+#if LOCKSTEP_LANES == 16
+  __m512d s = _mm512_set1_pd(scale);
+  __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256((__m512)v)), high = _mm512_cvtps_pd(_mm512_extractf32x8_ps((__m512)v, 1));
+  _mm512_storeu_si512(sum, _mm512_add_epi64(_mm512_loadu_si512(sum), _mm512_cvtpd_epi64(_mm512_mul_pd(low, s))));
+  _mm512_storeu_si512(sum + 8, _mm512_add_epi64(_mm512_loadu_si512(sum + 8), _mm512_cvtpd_epi64(_mm512_mul_pd(high, s))));
+#else
+  float values[kLanes];
+  store(values, v);
+  for (int i = 0; i < kLanes; i++) sum[i] = int64_t(uint64_t(sum[i]) + round_to_int64(double(values[i]) * scale));
+#endif
+}
+
+// Bits of the largest magnitude; NaN counts as larger than any number.
+inline IVec max_bits(IVec a, Vec v) {
+  IVec b = bits(abs(v));
+  return (IVec)select((IVec)(a < b), (Vec)b, (Vec)a);
+}
+inline float max_lane(IVec a) {
+  int32_t most = 0;
+  for (int i = 0; i < kLanes; i++) most = a[i] > most ? a[i] : most;
+  float value;
+  memcpy(&value, &most, 4);
+  return value;
+}
+
+// acc[i] += sum[i], sum[i] = 0; true when a result reaches 2^62 in magnitude.
+inline bool flush_fixed(int64_t* acc, int64_t* sum, int64_t count) {
+  uint64_t seen = 0;
+  for (int64_t i = 0; i < count; i++) {
+    int64_t value = acc[i] + sum[i], sign = value >> 63;
+    acc[i] = value;
+    sum[i] = 0;
+    seen |= uint64_t((value ^ sign) - sign);
+  }
+  return seen >> 62;
+}
 
 struct Rows {
   const float* data;
@@ -19,7 +59,8 @@ struct Rows {
 
 // Adds the leaves tiles[first..last] of a tile of R out-features; `a` is [row][R], `panel` is [row][kColumns]. True on overflow.
 template <int R>
-bool accumulate_tile(const float* a, const float* panel, const int64_t* tiles, int64_t first, int64_t last, double scale, int64_t* acc, int64_t acc_stride, int columns) {
+bool accumulate_tile(const float* a, const float* panel, const int64_t* tiles, int64_t first, int64_t last, double scale, int64_t* acc,
+                     int64_t acc_stride, int columns) {
   int64_t sum[R][kColumns] = {};
   double bound = 0;  // on the magnitude of every element of sum
   bool overflow = false;
@@ -41,7 +82,7 @@ bool accumulate_tile(const float* a, const float* panel, const int64_t* tiles, i
     }
     bound += largest;
     for (int i = 0; i < R; i++)
-      for (int j = 0; j < kVecs; j++) add_fixed(value[i][j], scale, largest < 0x1p51, sum[i] + j * kLanes);
+      for (int j = 0; j < kVecs; j++) add_fixed(value[i][j], scale, sum[i] + j * kLanes);
   }
   flush();
   return overflow;
@@ -60,7 +101,8 @@ void pack_columns(const Rows& x, int64_t begin, int64_t end, int64_t n0, int n, 
 }
 
 // Leaves tiles[first..last], all of dW.
-bool accumulate_block(const Rows& dy, const Rows& x, int64_t* acc, int64_t N, int64_t K, const int64_t* tiles, int64_t first, int64_t last, double scale) {
+bool accumulate_block(const Rows& dy, const Rows& x, int64_t* acc, int64_t N, int64_t K, const int64_t* tiles, int64_t first, int64_t last,
+                      double scale) {
   int64_t begin = tiles[first], end = tiles[last], M = end - begin, blocks = num_blocks(N, kRows);
   float* packed = scratch(0, size_t(M * N));
   parallel_for(blocks, grain_for(4 * kRows * M), [&](int64_t lo, int64_t hi) {
@@ -92,7 +134,8 @@ bool accumulate_block(const Rows& dy, const Rows& x, int64_t* acc, int64_t N, in
 
 extern "C" {
 // acc[n,k] += sum over leaves i of round(scale * chain over rows m in [tiles[i], tiles[i+1]) of dy[m,n] * x[m,k]). 1 on overflow.
-int linear_weight_grad(int64_t* acc, const float* dy, int64_t dy_stride, const float* x, int64_t x_stride, int64_t N, int64_t K, const int64_t* tiles, int64_t num_tiles, double scale) {
+int linear_weight_grad(int64_t* acc, const float* dy, int64_t dy_stride, const float* x, int64_t x_stride, int64_t N, int64_t K,
+                       const int64_t* tiles, int64_t num_tiles, double scale) {
   using namespace lockstep;
   FloatMode mode;
   if (N <= 0 || K <= 0) return 0;

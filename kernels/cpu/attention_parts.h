@@ -66,7 +66,8 @@ static inline void scatter_lanes(const float* from, int width, int64_t D, float*
 // Row i of `rows` times the columns of b, for every i < count: acc = chain over k of a[i * a_row + k * a_k] * b[k][width].
 // use(i, acc) gets the NV registers of row i; init(i, acc) sets them before.
 template <int NV, class Init, class Use>
-static inline void for_rows(int64_t count, const float* a, int64_t a_row, int64_t a_k, const float* b, int64_t terms, Init&& init, Use&& use) {
+static inline void for_rows(int64_t count, const float* a, int64_t a_row, int64_t a_k, const float* b, int64_t terms, Init&& init,
+                            Use&& use) {
   int64_t blocks = num_blocks(count, kRows);
   for (int64_t block = 0; block < blocks; block++) {
     int64_t first = block_start(count, blocks, block), rows = block_start(count, blocks, block + 1) - first;
@@ -87,8 +88,8 @@ struct Zero {
   }
 };
 
-// A tree over blocks aligned to powers of two, evaluated from left to right: pushing leaf after leaf (all that lie between the first and the
-// last) leaves pending nodes on a stack, and `finish` merges them. merge(left, right) puts the result into `left`; values are slot numbers.
+// A tree over blocks aligned to powers of two, evaluated from left to right: pushing leaf after leaf (every one between the first and the
+// last) leaves pending nodes on a stack, and `finish` merges them. merge(left, right), of slot numbers, puts the result into `left`.
 class AlignedTree {
  public:
   int push_slot() const { return size_; }
@@ -119,5 +120,49 @@ class AlignedTree {
   int size_ = 0;
   int sizes_[64] = {};
 };
+
+// --- forward -----------------------------------------------------------------------------------------------------------------
+constexpr int kFewRows = kLanes == 16 ? 6 : 4;  // up to so many row-heads the second schedule is faster
+
+struct Output {
+  float *o, *m, *l;
+};
+
+// Row-heads [first, first + count) of a sequence and kv head; number i is row q_start + i / group, head kv_head * group + i % group.
+struct Task {
+  int64_t seq, kv_head, first, count;
+};
+
+struct Lane {
+  int64_t row, head;
+};
+static inline Lane lane(const Problem& p, const Task& t, int64_t i) {
+  int64_t g = p.group(), j = t.first + i;
+  return {p.seqs[t.seq].q_start + j / g, t.kv_head * g + j % g};
+}
+
+// Merge of two nodes, lane by lane: each side is scaled to the common maximum. An absent side adds exactly nothing; the +0 keeps
+// zeros positive, so that it adds nothing to them either.
+struct Weights {
+  Vec m, left, right;
+};
+static inline Weights merge_weights(Vec left, Vec right) {
+  Vec m = max(left, right);
+  return {m, exp(left - m), exp(right - m)};
+}
+static inline Vec merged(Vec left, Vec right, const Weights& w) { return fma(right, w.right, left * w.left) + Vec{}; }
+
+// At most kFewRows row-heads: keys (for scores) and head dims (for outputs) side by side.
+void attention_few_rows(const Problem& p, const Task& t, const float* q, const Cache& k, const Cache& v, int64_t leaf, const Output& out);
+
+// --- backward ----------------------------------------------------------------------------------------------------------------
+struct Saved {
+  const float *q, *dout, *o, *m, *l;
+};
+
+// left += right, both n floats.
+static inline void add(float* left, const float* right, int64_t n) {
+  for (int64_t i = 0; i < n; i += kLanes) store(left + i, load(left + i) + load(right + i));
+}
 
 }  // namespace lockstep
