@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,11 @@ def gather_objects(mesh: Mesh, part: list) -> list:
     parts: list[Any] = [None] * mesh.shape.dp
     dist.all_gather_object(parts, part, group=mesh.dp_group)
     return [item for p in parts for item in p]
+
+
+def peak_memory() -> int:
+    """Most bytes this process has held in memory, the pages it shares with the fork server included."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def write_readback(folder: Path, model: CausalLM, mesh: Mesh, side: str, counts: dict[str, int]) -> None:

@@ -45,7 +45,7 @@ def rank_main(args: dict[str, Any]) -> dict[str, Any]:
     ranks.write_readback(Path(args["readbacks"]), model, mesh, "reference", {"forwards": forwards, "backwards": 0})
     if mesh.rank == 0:
         save_arrays(Path(args["folder"]) / "ref.safetensors", {name: x.numpy() for name, x in gathered.items()})
-    return {"ref_log_probs_time": time.perf_counter() - started}
+    return {"ref_log_probs_time": time.perf_counter() - started, "peak_memory": ranks.peak_memory()}
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def rank_main(args: dict[str, Any]) -> dict[str, Any]:
     completions = ranks.gather_objects(mesh, completions)
     if mesh.rank == 0:
         write_rollout(job, requests, completions, Path(args["folder"]))
-    return {"update_weights_time": loaded - started, "rollout_time": generated - loaded}
+    return {"update_weights_time": loaded - started, "rollout_time": generated - loaded, "peak_memory": ranks.peak_memory()}
 
 
 def write_rollout(job: entry.Job, requests: list, completions: list, folder: Path) -> None:

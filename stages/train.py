@@ -61,7 +61,8 @@ def rank_main(args: dict[str, Any]) -> dict[str, Any]:
         write_results(out["folder"], tokens, old, results)
     clock.append(time.perf_counter())
     names = ("data_preprocess_time", "initialize_time", "log_probs_time", "actor_train_time", "export_time")
-    return {name: b - a for name, a, b in zip(names, clock, clock[1:], strict=False)}
+    times = {name: b - a for name, a, b in zip(names, clock, clock[1:], strict=False)}
+    return {**times, "peak_memory": ranks.peak_memory()}
 
 
 @dataclass(frozen=True)
