@@ -164,13 +164,21 @@ def check_tp(layout: Layout, shape: ModelShape, numerics: Numerics, checkpoint: 
 def compiler_present(kernel_build: str = "auto") -> None:
     """What kernels.cpu.build will look for, without importing it (and torch): a C++ compiler, and a processor that runs the build."""
     chosen = os.environ.get("LOCKSTEP_CXX", "")
-    if chosen and not shutil.which(shlex.split(chosen)[0]):
+    if chosen and not _is_command(chosen):
         raise MissingPrerequisite(f"LOCKSTEP_CXX={chosen}: no such program; unset it or name a C++17 compiler")
     if not (chosen or shutil.which("g++") or shutil.which("clang++") or find_spec("ziglang")):
         raise MissingPrerequisite("compiler: no g++, clang++ or ziglang to build the CPU kernels with; install one (`pip install ziglang`)")
     missing = CPU_FLAGS.get(kernel_build, set()) - _cpu_flags()
     if missing:
         raise UserError(f"launch.kernel_build={kernel_build}: this processor lacks {', '.join(sorted(missing))}; use auto")
+
+
+def _is_command(line: str) -> bool:
+    try:
+        words = shlex.split(line)
+    except ValueError:  # an open quotation
+        return False
+    return bool(words) and shutil.which(words[0]) is not None
 
 
 def _cpu_flags() -> set[str]:

@@ -10,7 +10,14 @@ import numpy as np
 from pipeline.digest import StoredTensor, iter_safetensors
 from pipeline.evidence import Evidence, Link, RunFiles
 
-RESPONSE_ARRAYS = ("rollout_logprob", "reference_logprob", "old_logprob", "current_logprob", "entropy")
+RESPONSE_ARRAYS = (
+    "rollout_logprob",
+    "reference_logprob",
+    "old_logprob",
+    "current_logprob",
+    "entropy",
+    "advantages",
+)  # one value per response token
 VALUES = ("metrics", "gradient_norm", "rollout_metrics")  # quantities whose parts are exact values, not hashes
 _PLAIN = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "float32", "float64")
 
@@ -90,7 +97,7 @@ def _bits(tensor: StoredTensor, index: int, count: int) -> str:
 
 def _logical_place(quantity: str, tensor: str, index: list[int] | None, folder: Path) -> dict[str, Any]:
     """Sample and token of an element of a packed array: `position` counts from the response's start, for tokens from the prompt's."""
-    if not index or len(index) != 1 or quantity not in (*RESPONSE_ARRAYS, "tokens", "prompts", "rewards", "advantages"):
+    if not index or len(index) != 1 or quantity not in (*RESPONSE_ARRAYS, "tokens", "prompts", "rewards"):
         return {}
     if quantity not in RESPONSE_ARRAYS and tensor != "tokens":
         return {"sample": index[0]}

@@ -25,6 +25,15 @@ from pipeline.layout import MeshShape, micro_batches, owned_samples
 
 MODULES = ("attention", "ffn", "logp")
 STAGES = {"train": "training", "ref_logprob": "reference", "rollout": "rollout"}  # stage -> side in the readback
+BUILDS = ("cpu.avx512", "cpu.avx2", "cpu.scalar")
+BACKEND_IDS = {  # what each module's kernels report under; stages/model.py writes them
+    ("attention", "lockstep"): "lockstep.attention.tree.v1",
+    ("ffn", "lockstep"): "lockstep.ffn.tree.v1",
+    ("logp", "lockstep"): "lockstep.linear_logp.tree.v1",
+    ("attention", "torch"): "torch.nn.functional.scaled_dot_product_attention",
+    ("ffn", "torch"): "torch.nn.functional.linear",
+    ("logp", "torch"): "torch.log_softmax",
+}
 FRAMEWORKS = {"train": "deepspeed/training", "ref_logprob": "lockstep/reference", "rollout": "lockstep/rollout"}
 
 
@@ -76,6 +85,7 @@ class FrameworkReadbacks:
     stage: str
     case: str
     num_layers: int
+    kernel_build: str = "auto"  # as asked for
     modules: dict[str, dict[str, Any]] = field(default_factory=dict)
     builds: set[str] = field(default_factory=set)
     versions: dict[str, set[str]] = field(default_factory=dict)
@@ -106,7 +116,10 @@ class FrameworkReadbacks:
         self.readback_count += 1
         self.processes.add(rank)
         self.builds.add(readback["kernel_build"])
-        for package, version in readback.get("versions", {}).items():
+        allowed = BUILDS if self.kernel_build == "auto" else (f"cpu.{self.kernel_build}",)
+        if readback["kernel_build"] not in allowed:
+            self.errors.append(f"{place}: kernel_build is {readback['kernel_build']}, expected {' or '.join(allowed)}")
+        for package, version in readback["versions"].items():
             self.versions.setdefault(package, set()).add(version)
         forwards, backwards = counts
         for key, value in (
@@ -117,7 +130,7 @@ class FrameworkReadbacks:
         ):
             self._expect(place, key, readback[key], value)
         self._expect(place, "counts.forwards", readback["counts"]["forwards"], forwards)
-        self._expect(place, "counts.backwards", readback["counts"].get("backwards", 0), backwards)
+        self._expect(place, "counts.backwards", readback["counts"]["backwards"], backwards)
         for module in MODULES:
             if module not in readback["modules"]:
                 self.errors.append(f"{place}: module {module} is missing")
@@ -128,6 +141,7 @@ class FrameworkReadbacks:
             wanted = expected_implementation(self.case, self.stage)
             if report["implementation"] != wanted:
                 self.errors.append(f"{place}: {module} ran {report['implementation']}, case {self.case} asks for {wanted}")
+            self._expect(place, f"{module}.backend_id", report["backend_id"], BACKEND_IDS[module, wanted])
             total["backend_ids"].add(report["backend_id"])
             total["implementations"].add(report["implementation"])
             total["call_count"] += report["call_count"]
@@ -143,6 +157,9 @@ class FrameworkReadbacks:
         for module, total in self.modules.items():
             if len(total["backend_ids"]) > 1:
                 self.errors.append(f"{name}: ranks ran several {module} backends: {', '.join(sorted(total['backend_ids']))}")
+        for package, versions in sorted(self.versions.items()):
+            if len(versions) > 1:
+                self.errors.append(f"{name}: ranks ran several versions of {package}: {', '.join(sorted(versions))}")
         if len(self.builds) > 1:
             self.errors.append(f"{name}: ranks ran several kernel builds: {', '.join(sorted(self.builds))}")
         return {
@@ -164,12 +181,12 @@ class FrameworkReadbacks:
 
 
 def read_frameworks(
-    folder_of: Any, layout: Any, case: str, num_layers: int, lengths: dict[int, Sequence[int]], num_updates: int
+    folder_of: Any, layout: Any, case: str, num_layers: int, lengths: dict[int, Sequence[int]], num_updates: int, kernel_build: str = "auto"
 ) -> dict[str, Any]:
     """`runtime_readbacks` of the validation. folder_of(iteration) -> run folder; lengths: response lengths by iteration."""
     frameworks, errors = {}, []
     for stage, name in FRAMEWORKS.items():
-        readbacks = FrameworkReadbacks(stage, case, num_layers)
+        readbacks = FrameworkReadbacks(stage, case, num_layers, kernel_build)
         for iteration, own in lengths.items():
             counts = expected_counts(layout, stage, own, num_updates)
             folder = folder_of(iteration) / "readbacks" / stage

@@ -8,8 +8,12 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from pipeline import failures
 from pipeline.errors import MissingPrerequisite, ResultsDiffer, UserError
@@ -28,18 +32,35 @@ class StageFailed(UserError):
 
 def run_dvc(targets: list[str], root: Path = ROOT) -> None:
     """One `dvc repro` of all targets; its output, and its stages', goes to stderr. Raises StageFailed."""
-    failures.clear(root)
     command = [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", *targets]
     # `python` in dvc.yaml is this one; the fork server goes away with this process
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     environment = os.environ | {"PATH": path, "LOCKSTEP_STARTER_PID": str(os.getpid())}
     environment.pop("HYDRA_FULL_ERROR", None)
-    done = subprocess.run(command, check=False, cwd=root, env=environment, stdout=sys.stderr, preexec_fn=_die_with_parent)
+    with _one_at_a_time(root):
+        failures.clear(root)
+        done = subprocess.run(command, check=False, cwd=root, env=environment, stdout=sys.stderr, preexec_fn=_die_with_parent)
+        failure = failures.last(root)
     if done.returncode == 0:
         return
-    if failure := failures.last(root):
+    if failure:
         raise StageFailed(f"{failure.where}: {failure.message}", failure.exit_code)
     raise StageFailed(f"dvc repro {' '.join(targets)}: failed with code {done.returncode}; the reason is above", 1)
+
+
+@contextmanager
+def _one_at_a_time(root: Path) -> Iterator[None]:
+    """Two repros that share a stage end with DVC's "busy", and its --wait-for-lock does not cover that: the second command waits here."""
+    lock = FileLock(root / ".dvc" / "tmp" / "pipeline.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        print("another `python -m pipeline` is at work in this clone; waiting for it", file=sys.stderr, flush=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _die_with_parent() -> None:

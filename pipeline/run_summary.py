@@ -35,13 +35,15 @@ def read_samples(files: RunFiles) -> dict[int, dict[str, np.ndarray]]:
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
-    arrays = {}
+    samples = {}
     for iteration in range(1, files.iterations + 1):
         try:
-            arrays[iteration] = load_file(files.iteration(iteration) / "rollout" / "completions.safetensors")
-        except (OSError, SafetensorError):
+            arrays = load_file(files.iteration(iteration) / "rollout" / "completions.safetensors")
+        except (OSError, ValueError, KeyError, SafetensorError):
             continue
-    return arrays
+        if {"tokens", "lengths", "prompt_lengths"} <= set(arrays):  # a damaged header may have lost one: the evidence says so
+            samples[iteration] = arrays
+    return samples
 
 
 def tokens(files: RunFiles) -> dict[str, dict[str, Any]]:

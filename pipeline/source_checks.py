@@ -30,7 +30,7 @@ def check_checkpoint(checkpoint: Checkpoint, root: Path) -> None:
 
 
 def _pinned(repo_key: str, repo: str | None, revision_key: str, revision: str | None) -> None:
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo or ""):
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repo or ""):
         raise UserError(f"{repo_key}={repo}: must be owner/name")
     if not re.fullmatch(r"[0-9a-f]{40}", revision or ""):
         raise UserError(f"{revision_key}={revision}: must be a full commit hash (40 hex digits); a branch or tag can move")
@@ -46,6 +46,10 @@ def _local(checkpoint: Checkpoint, root: Path) -> None:
         raise UserError(f"checkpoint.repo={checkpoint.repo}: {remedy}")
     if not (folder / "config.json").exists():
         raise UserError(f"checkpoint.repo={checkpoint.repo}: holds no config.json; name a folder in Hugging Face layout")
+    try:
+        json.loads((folder / "config.json").read_bytes())
+    except ValueError as error:
+        raise UserError(f"checkpoint.repo={checkpoint.repo}: config.json is not JSON ({error}); repair or copy it again") from None
 
 
 def check_data(data: Data, root: Path) -> None:

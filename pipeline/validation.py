@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.digest import float_hex, read_json, write_json
+from pipeline.digest import float_hex, read_json, sha256_file, tensors_digest, write_json
 from pipeline.evidence import GRADIENT_NORM, Evidence, RunFiles, read_evidence, relative, updates_of
 from pipeline.layout import layout_name
 from pipeline.readbacks import count_micro_batches, read_frameworks, stage_mesh
@@ -31,12 +31,14 @@ def validate(cfg: Any, files: RunFiles, evidence: Evidence | None = None) -> dic
     evidence = evidence or read_evidence(files)
     rollouts = {i: _arrays(files, i) for i in range(1, files.iterations + 1)}
     complete = {i: arrays for i, arrays in rollouts.items() if arrays is not None}
-    errors = [*evidence.problems, *check_hashes(evidence)]
+    errors = [*evidence.problems, *check_hashes(evidence), *check_model_files(files)]
     for iteration, arrays in complete.items():
         errors += check_iteration(cfg, files, iteration, arrays)
     lengths = {i: (a["lengths"] - a["prompt_lengths"]).tolist() for i, a in complete.items()}
     num_layers = _num_layers(files, errors)
-    frameworks = read_frameworks(files.iteration, cfg.layout, cfg.kernels.case, num_layers, lengths, files.num_updates)
+    frameworks = read_frameworks(
+        files.iteration, cfg.layout, cfg.kernels.case, num_layers, lengths, files.num_updates, cfg.launch.kernel_build
+    )
     sidecars = compare_sidecars(cfg, files, complete)
     logprob, scalar = sidecars.finish(), scalar_rows(files, complete)
     errors += [*frameworks["errors"], *scalar["errors"], *logprob["errors"]]
@@ -125,10 +127,30 @@ def _recorded(path: Path, keys: tuple[str, ...]) -> Any:
         return None
 
 
+def _sha256(path: Path) -> str | None:
+    try:
+        return sha256_file(path)
+    except OSError:
+        return None
+
+
+def check_model_files(files: RunFiles) -> list[str]:
+    """The small files beside exported weights are the checkpoint's own bytes; config.json decides what the weights mean."""
+    errors = []
+    for version in range(2, files.iterations + 2):
+        for name in ("config.json", "generation_config.json"):
+            path = files.weights(version) / name
+            if _sha256(path) != _sha256(files.checkpoint_folder / name):
+                errors.append(f"{relative(path, files.project)}: is not the checkpoint's {name}")
+    return errors
+
+
 def _compare_recorded(path: Path, prefix: str, parts: dict[str, str], files: RunFiles) -> list[str]:
     recorded, place = _recorded(path, ("sha256",)), relative(path, files.project)
     if not isinstance(recorded, dict):
         return [f"{place}: no sha256 to hold the stored bytes against"]
+    if _recorded(path, ("digest",)) != tensors_digest(recorded):
+        return [f"{place}: digest is not that of its sha256"]
     recorded = {name: sha for name, sha in recorded.items() if name.startswith(prefix)}
     stored = {f"{prefix}{name}": sha for name, sha in parts.items()}
     unequal = sorted(name for name in {*recorded, *stored} if recorded.get(name) != stored.get(name))
@@ -154,6 +176,11 @@ def check_iteration(cfg: Any, files: RunFiles, iteration: int, arrays: dict[str,
         expect(f"number of {name} logprobs", len(arrays[name]), responses)
     summary = _recorded(files.iteration(iteration) / "rollout" / "summary.json", ()) or {}
     expect("tokens_sha256 of the rollout's summary", summary.get("tokens_sha256"), tokens_sha256(arrays))
+    expect(
+        "sha256 of completions.jsonl",
+        _sha256(files.iteration(iteration) / "rollout" / "completions.jsonl"),
+        summary.get("completions_sha256"),
+    )
     expect("weight_version of the rollout", summary.get("weight_version"), f"weight_v{iteration:06d}")
     expect("sample_count", summary.get("sample_count"), num_samples)
     expect("token_count", summary.get("token_count"), len(arrays["tokens"]))

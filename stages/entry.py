@@ -109,7 +109,8 @@ def new_folders(*paths: Path) -> Iterator[list[Path]]:
         if any(parent.is_symlink() for parent in (path, *path.parents)):
             raise UserError(f"{path}: lies behind a symbolic link; make it a plain folder (outputs never leave the project)")
         tmp.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(tmp, ignore_errors=True)
+        for left in tmp.parent.glob(f".{path.name}.*.tmp"):  # of a killed run; the stage's lock keeps other writers away
+            shutil.rmtree(left, ignore_errors=True)
         tmp.mkdir()
     try:
         yield temporary
@@ -143,6 +144,8 @@ def run(main: Callable[[Job], None], stage: str) -> None:
         _fail(stage, job, error.exit_code, str(error))
     except launch.LaunchError as error:
         _fail(stage, job, 1, str(error))
+    except KeyboardInterrupt:
+        _fail(stage, job, 130, "interrupted")
     except Exception as error:
         traceback.print_exc()
         _fail(stage, job, 1, f"{type(error).__name__}: {error}")

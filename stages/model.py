@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from kernels import rope
 from pipeline.layout import ModelShape
+from pipeline.readbacks import BACKEND_IDS
 from stages.batch import TokenBatch
 from stages.lockstep_ops import LockstepOps, embed, norm, rotate
 from stages.parallel import Parallel
@@ -204,16 +205,6 @@ class CausalLM(nn.Module):
 
         h = self.model(batch.token_ids, batch.positions, batch.tiles, attend)
         return self.lm_head(h[batch.head_rows], batch, inv_temp)
-
-
-BACKEND_IDS = {
-    ("attention", "lockstep"): "lockstep.attention.tree.v1",
-    ("ffn", "lockstep"): "lockstep.ffn.tree.v1",
-    ("logp", "lockstep"): "lockstep.linear_logp.tree.v1",
-    ("attention", "torch"): "torch.nn.functional.scaled_dot_product_attention",
-    ("ffn", "torch"): "torch.nn.functional.linear",
-    ("logp", "torch"): "torch.log_softmax",
-}
 
 
 def implementations(case: str, side: str) -> dict[str, str]:

@@ -52,6 +52,7 @@ def write_rollout(job: entry.Job, requests: list, completions: list, folder: Pat
     import numpy as np
     from transformers import AutoTokenizer
 
+    from pipeline.digest import sha256_file
     from pipeline.records import Rollout, tokens_digest, write_json, write_jsonl
     from stages.rewards import reward
 
@@ -94,6 +95,7 @@ def write_rollout(job: entry.Job, requests: list, completions: list, folder: Pat
     )
     summary = {
         "tokens_sha256": tokens_digest(rollout),
+        "completions_sha256": sha256_file(folder / "completions.jsonl"),
         "sample_count": len(requests),
         "token_count": int(rollout.lengths.sum()),
         "weight_version": job.step.version_in,

@@ -130,7 +130,9 @@ def recorded_hashes(folder: Path) -> dict[str, str]:
 def check_tensor(path: Path, name: str, tensor: Tensor, expected: str | None) -> None:
     """Raises UserError when the bytes that were read are not those that were written."""
     if expected is None or sha256_tensor(tensor) != expected:
-        raise UserError(f"{path}: tensor {name} does not match the sha256 in tensors.json; delete the folder and run its stage again")
+        # DVC trusts a damaged object of its cache and would check it out again: that copy has to go too
+        remedy = f"remove it with its cached copy (find -L .dvc/cache -samefile {path} -delete; rm -r {path.parent}) and run again"
+        raise UserError(f"{path}: tensor {name} does not match the sha256 in tensors.json; {remedy}")
 
 
 def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:

@@ -11,11 +11,11 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from pipeline.config import Checkpoint, Config, Data, Kernels, Layout, Objective, Sampling, experiment_digest
-from pipeline.digest import hash_safetensors, sha256_tensor, tensors_digest, write_json
+from pipeline.digest import hash_safetensors, sha256_file, sha256_tensor, tensors_digest, write_json
 from pipeline.evidence import RunFiles
 from pipeline.layout import micro_batches, owned_samples
 from pipeline.paths import Paths
-from pipeline.readbacks import STAGES, expected_counts, expected_implementation, stage_mesh
+from pipeline.readbacks import BACKEND_IDS, STAGES, expected_counts, expected_implementation, stage_mesh
 from stages import validate
 
 LAYERS, VOCAB = 2, 17
@@ -122,6 +122,7 @@ def write_rollout(files: RunFiles, iteration: int) -> dict[str, np.ndarray]:
         "metrics": {"rollout/reward_mean": 0.5, "rollout/response_length_mean": 3.25},
         "sample_count": len(responses),
         "token_count": len(arrays["tokens"]),
+        "completions_sha256": sha256_file(folder / "completions.jsonl"),
         "tokens_sha256": tensors_digest({name: sha256_tensor(arrays[name]) for name in ("tokens", "lengths", "prompt_lengths")}),
         "weight_version": f"weight_v{iteration:06d}",
     }
@@ -132,7 +133,7 @@ def write_rollout(files: RunFiles, iteration: int) -> dict[str, np.ndarray]:
 
 def write_train(files: RunFiles, iteration: int, rollout: dict[str, np.ndarray]) -> None:
     folder = files.iteration(iteration) / "train"
-    advantages = np.array([1, -1, -1, 1], dtype=np.float32)
+    advantages = np.array([1, -1, -1, 1], dtype=np.float32).repeat(rollout["lengths"] - rollout["prompt_lengths"])  # one per token
     logprobs = {"old": rollout["logprobs"], "current": rollout["logprobs"], "entropy": -rollout["logprobs"], "advantages": advantages}
     save(folder / "logprobs.safetensors", logprobs)
     metrics, updates = {}, []
@@ -154,6 +155,7 @@ def write_train(files: RunFiles, iteration: int, rollout: dict[str, np.ndarray])
     state = {"exp_avg": parameters(2000 + version), "exp_avg_sq": parameters(3000 + version)}
     hashes: dict[str, Any] = save_tensors(files.state(version), state, prefixed=True)
     write_json(files.state(version) / "step.json", {"step": iteration * files.num_updates})
+    write_json(files.weights(version) / "config.json", model_config())
     hashes["weights"] = save_tensors(files.weights(version), {"model": parameters(iteration)}, prefixed=False)["model"]
     own = {"old_logprob": "old", "current_logprob": "current", "advantages": "advantages"}
     hashes |= {name: sha256_tensor(logprobs[tensor]) for name, tensor in own.items()}
@@ -192,7 +194,7 @@ def write_readbacks(files: RunFiles, cfg: Config, iteration: int) -> None:
                 "counts": {"forwards": forwards, "backwards": backwards},
                 "kernel_build": "cpu.avx2",
                 "mesh": list(mesh.coordinates(rank)),
-                "modules": {m: {"backend_id": f"{kind}.{m}.cpu.v1", "implementation": kind, "call_count": n} for m, n in calls.items()},
+                "modules": {m: {"backend_id": BACKEND_IDS[m, kind], "implementation": kind, "call_count": n} for m, n in calls.items()},
                 "rank": rank,
                 "side": side,
                 "versions": {"torch": "2.0"},

@@ -96,7 +96,7 @@ ARRAY_FAULTS = {
     "current": ("i0001/train/logprobs.safetensors", add_ulp("current", 0), "current_logprob", "logprobs", [0], (0, 0)),
     "entropy": ("i0001/train/logprobs.safetensors", add_ulp("entropy", 8), "entropy", "entropy", [8], (2, 0)),
     "reward": ("i0002/rollout/completions.safetensors", set_to("rewards", 2, -0.0), "rewards", "rewards", [2], (2, None)),
-    "advantage": ("i0001/train/logprobs.safetensors", add_ulp("advantages", 3), "advantages", "advantages", [3], (3, None)),
+    "advantage": ("i0001/train/logprobs.safetensors", add_ulp("advantages", 3), "advantages", "advantages", [3], (1, 0)),
     "weights": (
         "weights/weight_v000003/model.safetensors",
         add_ulp("model.embed_tokens.weight", 9),

@@ -266,7 +266,7 @@ def test_local_checkpoints(tmp_path):
     (tmp_path / "model/model.safetensors").touch()
     with pytest.raises(UserError, match="^checkpoint.repo=model: holds no config.json"):
         source_checks.check_checkpoint(checkpoint, tmp_path)
-    (tmp_path / "model/config.json").touch()
+    (tmp_path / "model/config.json").write_text("{}")
     source_checks.check_checkpoint(checkpoint, tmp_path)
 
 

@@ -13,6 +13,7 @@ from synthetic_runs import LAYOUTS, edit_arrays, edit_json, make_experiment, par
 from pipeline.config import Layout, RolloutLayout
 from pipeline.layout import MeshShape
 from pipeline.readbacks import decode_steps, expected_counts
+from pipeline.run_summary import read_samples
 from pipeline.sidecars import differences
 from pipeline.validation import check_schema, validate
 from stages import validate as stage
@@ -63,7 +64,18 @@ READBACK_FAULTS = {
     "mesh": ("train", lambda content: content.update(mesh=[0, 1, 1]), "mesh is [0, 1, 1], expected [0, 0, 0]"),
     "side": ("train", lambda content: content.update(side="rollout"), "side is rollout, expected training"),
     "another build": ("train", lambda content: content.update(kernel_build="cpu.scalar"), "several kernel builds: cpu.avx2, cpu.scalar"),
-    "another backend": ("train", module("logp", "backend_id", "x"), "several logp backends: lockstep.logp.cpu.v1, x"),
+    "another backend": ("train", module("logp", "backend_id", "x"), "several logp backends: lockstep.linear_logp.tree.v1, x"),
+    "an unknown build": (
+        "train",
+        lambda content: content.update(kernel_build="cpu.avx3"),
+        "kernel_build is cpu.avx3, expected cpu.avx512 or",
+    ),
+    "an unknown backend": ("ref_logprob", module("ffn", "backend_id", "y"), "ffn.backend_id is y, expected lockstep.ffn.tree.v1"),
+    "another torch": (
+        "rollout",
+        lambda content: content.update(versions={"torch": "1.0"}),
+        "ranks ran several versions of torch: 1.0, 2.0",
+    ),
     "no readback": ("train", lambda content: content.clear(), "not a readback"),
 }
 
@@ -261,3 +273,27 @@ def test_tensor_parallel_ranks_hold_the_same_tokens(tmp_path):
     assert load_file(folder / "rank00000.call00000000.safetensors").keys() == {"slots", "rollout", "old", "current"}
     edit_arrays(folder / "rank00001.call00000000.safetensors", lambda a: a.update({k: v[:0] for k, v in a.items()}))
     assert any("are not in exactly 2 sidecars" in e for e in record_of(experiment, "tiny-tp2")["errors"])
+
+
+def test_changed_text_and_model_files_are_named(experiment):
+    files = experiment.files(KEY)
+    with (files.iteration(1) / "rollout" / "completions.jsonl").open("a") as file:
+        file.write(" ")
+    edit_json(files.weights(2) / "config.json", lambda content: content.update(vocab_size=1))
+    edit_json(files.state(2) / "tensors.json", lambda content: content.update(digest="0"))
+    errors = record_of(experiment)["errors"]
+    assert any("sha256 of completions.jsonl is" in e for e in errors)
+    assert any("weight_v000002/config.json: is not the checkpoint's config.json" in e for e in errors)
+    assert any("state_v000002/tensors.json: digest is not that of its sha256" in e for e in errors)
+
+
+def test_another_build_than_asked_for_is_named(experiment):
+    experiment.configs[KEY].launch.kernel_build = "avx512"
+    assert any("kernel_build is cpu.avx2, expected cpu.avx512" in e for e in record_of(experiment)["errors"])
+
+
+def test_a_rollout_whose_header_lost_an_array_is_named(experiment):
+    path = experiment.files(KEY).iteration(1) / "rollout" / "completions.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"prompt_lengths"', b'"qrompt_lengths"'))
+    assert any("has no prompt_lengths" in e for e in record_of(experiment)["errors"])
+    assert list(read_samples(experiment.files(KEY))) == [2]

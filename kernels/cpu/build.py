@@ -150,8 +150,11 @@ def _is_x86() -> bool:
 def compiler() -> list[str]:
     """The C++ compiler's command line. CompilerNotFound when there is none."""
     if chosen := os.environ.get("LOCKSTEP_CXX"):
-        command = shlex.split(chosen)
-        if shutil.which(command[0]) is None:
+        try:
+            command = shlex.split(chosen)
+        except ValueError:  # an open quotation
+            command = []
+        if not command or shutil.which(command[0]) is None:
             raise CompilerNotFound(f"LOCKSTEP_CXX={chosen}: no such program; unset it or name a C++17 compiler")
         return command
     for name in ("g++", "clang++"):
@@ -239,4 +242,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KernelError as fault:  # `make setup` on a machine where the kernels can't be built: nothing of ours to trace
+        print(f"error: {fault}", file=sys.stderr)
+        sys.exit(4)

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 
 from pipeline.launch.address import PROJECT_ROOT
 
@@ -27,14 +28,19 @@ _LIBRARIES = (
 _PROJECT_PACKAGES = ("kernels", "stages")
 
 
-def preload() -> None:
-    """Imports; a module that can't be imported is reported, and fails again with its traceback in the rank that needs it."""
+def preload(wanted: Callable[[], bool] = lambda: True) -> None:
+    """Imports; a module that can't be imported is reported, and fails again with its traceback in the rank that needs it.
+
+    Between two modules it asks `wanted`, and leaves the rest when that says no.
+    """
     chosen = os.environ.get(PRELOAD_VARIABLE)
     names = [*_LIBRARIES, *_project_modules()] if chosen is None else [name for name in chosen.split(",") if name]
     # DeepSpeed imports mlflow for its autotuner where it is installed, with it pandas and pyarrow: a second of time, 150 MB, and a thread.
     sys.modules["mlflow"] = None  # type: ignore[assignment]
     start = time.monotonic()
     for name in names:
+        if not wanted():
+            return
         try:
             importlib.import_module(name)
         except Exception:

@@ -214,12 +214,13 @@ def main() -> None:
         os._exit(0)
     code = fingerprint(os.environ)
     os.environ.update(CPU_ENVIRONMENT, OMP_NUM_THREADS="1")
-    preload()
+    starter = Process(*setup["starter"])
+    preload(starter.alive)  # who is killed during the imports leaves no server behind
     library_fds = {fd for fd in map(int, os.listdir("/proc/self/fd")) if is_open(fd)} - {0, 1, 2, listener.fileno()}
     if code != setup["fingerprint"]:  # a file was saved between the client's look and ours: nobody may take us for what we are not
         code = "changed during the start"
     listener.setblocking(False)
-    server = Server(listener, socket_path, code, Process(*setup["starter"]), setup["idle_seconds"], library_fds)
+    server = Server(listener, socket_path, code, starter, setup["idle_seconds"], library_fds)
     server.serve()
 
 
