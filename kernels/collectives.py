@@ -86,23 +86,39 @@ def exact_all_reduce(
 ) -> None:
     """Integer SUM of int64 tensors over the group, in place.
 
-    OverflowError on every rank, with the tensor's name (or index), when some rank holds |value| >= 2^62 / ranks. Neighbours in the list
-    share a call up to `bucket_numel` elements; larger tensors go alone, without a copy.
+    OverflowError on every rank, with the tensor's name (or index), when a total reaches 2^62 in magnitude: whether it does must not depend
+    on how many ranks share it. Neighbours in the list share a call up to `bucket_numel` elements; larger tensors go alone, without a copy.
     """
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    limit = (1 << 62) // size(group)
+    limit = (1 << 62) // size(group)  # below it on every rank, no total can reach 2^62
     extremes = [torch.stack(t.aminmax()).tolist() if t.numel() else [0, 0] for t in tensors]
     flags = torch.tensor([not -limit < lo <= hi < limit for lo, hi in extremes], dtype=torch.int64)
-    bucket, filled = [flags], flags.numel()
-    for t in tensors:
+    large = set(max_all_reduce(flags, group).nonzero().flatten().tolist())
+    bad = [i for i in sorted(large) if not _sum_large(tensors[i], group)]
+    bucket, filled = [], 0
+    for i, t in enumerate(tensors):
+        if i in large:
+            continue
         if filled + t.numel() > bucket_numel and filled:
             _sum_bucket(bucket, group)
             bucket, filled = [], 0
         bucket.append(t)
         filled += t.numel()
     _sum_bucket(bucket, group)
-    for i in flags.nonzero().flatten().tolist():
+    for i in bad:
         raise OverflowError(f"exact sum of {names[i] if names else f'tensor {i}'} reached 2^62: lower the scale")
+
+
+def _sum_large(tensor: Tensor, group: Group) -> bool:
+    """Integer SUM in place by halves of 32 bits, which cannot wrap; False when a total reaches 2^62 in magnitude."""
+    mask = (1 << 32) - 1
+    halves = torch.stack([tensor >> 32, tensor & mask])
+    if size(group) > 1:
+        dist.all_reduce(halves, dist.ReduceOp.SUM, group)
+    high, low = halves[0] + (halves[1] >> 32), halves[1] & mask
+    tensor.copy_((high << 32) + low)
+    fits = (high >= -(1 << 30)) & (high < 1 << 30) & ((high > -(1 << 30)) | (low > 0))
+    return bool(fits.all())
 
 
 def max_all_reduce(tensor: Tensor, group: Group = None) -> Tensor:

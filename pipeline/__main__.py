@@ -20,6 +20,8 @@ from pipeline.registry import Run
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["--forget"]:
+        return forget(sys.argv[2:])
     register_only = "--register" in sys.argv
     sys.argv = [arg for arg in sys.argv if arg != "--register"]
     try:
@@ -38,6 +40,20 @@ def main() -> int:
         return max(repro.verdict_of(key) for key in experiments)
     except UserError as error:
         return report(error)
+
+
+def forget(keys: list[str]) -> int:
+    """Takes runs, or whole experiments, out of params.yaml; their files stay."""
+    try:
+        known = registry.load(check=False)
+        for key in keys:
+            if key not in (*known.run_keys(), *known.experiment_keys()):
+                raise UserError(f"--forget {key}: not in params.yaml; there are {', '.join((*known.experiment_keys(), *known.run_keys()))}")
+        with compose.composing():
+            registry.upsert([], compose.compose_run, forget=keys)
+    except UserError as error:
+        return report(error)
+    return 0
 
 
 def command_lines() -> list[list[str]]:

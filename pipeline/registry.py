@@ -138,8 +138,9 @@ def conf_digest(root: Path = ROOT) -> str:
     return digest.hexdigest()
 
 
-def upsert(runs: Iterable[Run], compose: Callable[[list[str]], Run], root: Path = ROOT) -> Registry:
-    """Puts the runs into params.yaml and keeps all others; when conf/ has changed, the others are composed again.
+def upsert(runs: Iterable[Run], compose: Callable[[list[str]], Run], root: Path = ROOT, forget: Iterable[str] = ()) -> Registry:
+    """Puts the runs into params.yaml and keeps all others but `forget` (keys of runs or experiments); when conf/ has changed, the
+    others are composed again.
 
     Several processes may do so at once. Raises UserError when two runs give one name to different checkpoints or prompts.
     """
@@ -152,7 +153,7 @@ def upsert(runs: Iterable[Run], compose: Callable[[list[str]], Run], root: Path 
         kept = _kept_runs(files, compose)
         for run in kept.values():
             run.config.tracking = tracking.get(run.experiment, run.config.tracking)
-        merged = kept | new
+        merged = {key: run for key, run in (kept | new).items() if not {key, run.experiment} & set(forget)}
         content = HEADER + OmegaConf.to_yaml(OmegaConf.create(build(merged.values(), conf_digest(root), files)))
         if not files.params.exists() or files.params.read_text() != content:  # an untouched file keeps its time stamp
             temporary = files.params.with_name(f".params.{os.getpid()}.tmp")

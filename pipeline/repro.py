@@ -44,8 +44,13 @@ def run_dvc(targets: list[str], root: Path = ROOT) -> None:
     if done.returncode == 0:
         return
     if failure:
-        raise StageFailed(f"{failure.where}: {failure.message}", failure.exit_code)
+        raise StageFailed(f"{failure.where}: {failure.message}{_way_out(failure)}", failure.exit_code)
     raise StageFailed(f"dvc repro {' '.join(targets)}: failed with code {done.returncode}; the reason is above", 1)
+
+
+def _way_out(failure: failures.Failure) -> str:
+    """A source that can't be fetched would stop every later `dvc repro`, too."""
+    return " (`python -m pipeline --forget KEY` takes its runs out of params.yaml)" if failure.stage in ("fetch", "prompts") else ""
 
 
 @contextmanager

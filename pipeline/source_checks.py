@@ -50,6 +50,13 @@ def _local(checkpoint: Checkpoint, root: Path) -> None:
         json.loads((folder / "config.json").read_bytes())
     except ValueError as error:
         raise UserError(f"checkpoint.repo={checkpoint.repo}: config.json is not JSON ({error}); repair or copy it again") from None
+    if checkpoint.sha256 and (folder / "model.safetensors").exists():
+        from pipeline.digest import sha256_file  # numpy: not needed to answer --help
+
+        found = sha256_file(folder / "model.safetensors")
+        if found != checkpoint.sha256:
+            text = f"checkpoint.sha256={checkpoint.sha256}: {checkpoint.repo}/model.safetensors has {found}"
+            raise UserError(f"{text}; copy the file again, or correct the key")
 
 
 def check_data(data: Data, root: Path) -> None:

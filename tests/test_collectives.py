@@ -63,7 +63,13 @@ def check_exact(rank: int, world: int, group) -> None:
         collectives.exact_all_reduce(got, group, bucket_numel=bucket)
         assert torch.equal(got[0], torch.full((3, 2), sum(r + 1 << 50 for r in ranks)))
         assert torch.equal(got[1], sum(torch.arange(10) * (1 - 2 * r) for r in ranks)) and got[2].item() == sum(ranks)
-    bad = torch.tensor([1, (1 << 62) // world if rank == world - 1 else 5])
+    total = (1 << 62) - 1  # the largest that is allowed, however it is spread over the ranks
+    for share in (total - 5 * (world - 1) if rank == world - 1 else 5, total // world + (total % world if rank == 0 else 0)):
+        for sign in (1, -1):
+            near = [torch.tensor([sign * share, rank]), torch.tensor([1])]
+            collectives.exact_all_reduce(near, group)
+            assert near[0].tolist() == [sign * total, sum(ranks)] and near[1].item() == world
+    bad = torch.tensor([1, (1 << 62) - 1 if rank == world - 1 else 1])
     with pytest.raises(OverflowError, match="head.weight"):
         collectives.exact_all_reduce([torch.zeros(2, dtype=torch.int64), bad], group, names=["norm", "head.weight"])
     assert collectives.max_all_reduce(torch.tensor([rank, -rank]), group).tolist() == [world - 1, 0]

@@ -268,6 +268,8 @@ def test_local_checkpoints(tmp_path):
         source_checks.check_checkpoint(checkpoint, tmp_path)
     (tmp_path / "model/config.json").write_text("{}")
     source_checks.check_checkpoint(checkpoint, tmp_path)
+    with pytest.raises(UserError, match="^checkpoint.sha256=0{64}: model/model.safetensors has e3b0c442"):
+        source_checks.check_checkpoint(replace(checkpoint, sha256="0" * 64), tmp_path)
 
 
 def test_a_missing_field_of_the_architecture_is_named():

@@ -210,10 +210,17 @@ def test_a_failed_stage_gives_its_own_exit_code(tmp_path):
         "record(Failure('fetch', 'tiny', None, 4, 'checkpoint.repo=x: no such folder'), Path.cwd())\n"
         "sys.exit(4)\n"
     )
-    with pytest.raises(repro.StageFailed, match="^fetch tiny: checkpoint.repo=x: no such folder$") as error:
+    with pytest.raises(repro.StageFailed, match="^fetch tiny: checkpoint.repo=x: no such folder .*--forget KEY") as error:
         repro.run_dvc(["config"], tmp_path)
     assert error.value.exit_code == 4
     (tmp_path / "fail.py").write_text("raise SystemExit(9)\n")  # died without a word: a failure of an earlier command is not reported
     with pytest.raises(repro.StageFailed, match="^dvc repro config: failed with code 255") as error:
         repro.run_dvc(["config"], tmp_path)
     assert error.value.exit_code == 1 and failures.last(tmp_path) is None
+
+
+def test_forget_takes_out_runs_and_experiments(project, runs):
+    registry.upsert(runs.values(), never, project)
+    left = registry.upsert([], never, project, forget=[runs["oracle"].key, runs["slow"].experiment])
+    assert set(left.run_keys()) == {runs["tp2"].key, runs["threads"].key}
+    assert left.experiment_keys() == ["tiny"]
