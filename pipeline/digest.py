@@ -111,6 +111,11 @@ def sha256_file(path: str | os.PathLike[str]) -> str:
     return digest.hexdigest()
 
 
+def sha256_folder(folder: Path) -> str:
+    """sha256 over the names and bytes of all files below a folder."""
+    return sha256_json({path.relative_to(folder).as_posix(): sha256_file(path) for path in sorted(folder.rglob("*")) if path.is_file()})
+
+
 def sha256_raw(dtype: str, shape: tuple[int, ...], data: bytes | memoryview) -> str:
     """sha256 over the line `float32[2,3]` and the little-endian, row-major bytes. dtype by torch's name, without "torch."."""
     digest = hashlib.sha256(f"{dtype}[{','.join(map(str, shape))}]\n".encode())

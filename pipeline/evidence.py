@@ -147,7 +147,10 @@ class _Reader:
 
     def json(self, path: Path) -> dict[str, Any]:
         try:
-            return read_json(path)
+            content = read_json(path)
+            if not isinstance(content, dict):
+                raise ValueError(f"holds no object but a {type(content).__name__}")
+            return content
         except (OSError, ValueError) as error:
             self._problem(path, error)
             return {}
@@ -195,13 +198,8 @@ class _Reader:
         stored = self.tensors(path)
         self.pick(number, "old_logprob", path, stored, logprobs="old")
         self.pick(number, "current_logprob", path, stored, logprobs="current")
-        if "entropy" in stored:
-            self.pick(number, "entropy", path, stored, entropy="entropy")
-        if "advantages" in stored:
-            self.pick(number, "advantages", path, stored, advantages="advantages")
-        else:
-            recorded = self.json(folder / "hashes.json").get("advantages")
-            self.add(number, "advantages", None, {"advantages": recorded} if recorded else {})
+        self.pick(number, "entropy", path, stored, entropy="entropy")
+        self.pick(number, "advantages", path, stored, advantages="advantages")
 
     def _steps(self, number: int, folder: Path) -> None:
         metrics, hashes = self.json(folder / "metrics.json"), self.json(folder / "hashes.json")

@@ -1,6 +1,7 @@
 """Timings of a run under the names of the published report. They describe one execution and enter no digest.
 
-Read from the ignored logs/: a stage that came from DVC's cache has no timing of its own, and its numbers are None with a reason.
+Read from the ignored logs/. A log counts only while it names the sha256 of the output that lies there now: DVC may have brought back other
+bytes from its cache, or the bytes of another machine. Then the numbers are None, with a reason.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.digest import read_json
+from pipeline.digest import read_json, sha256_folder
 from pipeline.evidence import RunFiles
 from pipeline.layout import ModelShape
 
@@ -65,6 +66,13 @@ def _iteration(files: RunFiles, iteration: int, lengths: Sequence[int], world_si
     return perf
 
 
+def executed_or_cached(files: RunFiles) -> dict[str, str]:
+    """{stage: "executed" when every iteration's output was computed here, by this run; else "cached"}."""
+    numbers = range(1, files.iterations + 1)
+    stages = ("rollout", "ref_logprob", "train")
+    return {stage: "executed" if all(_timings(files, i, stage) for i in numbers) else "cached" for stage in stages}
+
+
 def _total(times: Sequence[float | None]) -> float | None:
     known = [time for time in times if time is not None]
     return sum(known) if len(known) == len(times) else None
@@ -73,6 +81,7 @@ def _total(times: Sequence[float | None]) -> float | None:
 def _timings(files: RunFiles, iteration: int, stage: str) -> dict[str, float]:
     try:
         log = read_json(files.logs(iteration) / f"{stage}.json")
+        same = log.get("output") == sha256_folder(files.iteration(iteration) / stage)
     except (OSError, ValueError):
         return {}
-    return log.get("timings", {})
+    return log.get("timings", {}) if same else {}

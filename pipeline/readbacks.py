@@ -44,6 +44,7 @@ def expected_implementation(case: str, stage: str) -> str:
 
 
 def stage_mesh(layout: Any, stage: str) -> MeshShape:
+    """Sampling has a layout of its own; what it leaves open is as in training."""
     if stage == "rollout":
         return MeshShape(tp=layout.rollout.tp or layout.tp, dp=layout.rollout.dp or layout.dp)
     return MeshShape(layout.tp, layout.cp, layout.dp)

@@ -6,6 +6,7 @@ Shape legend: S samples of the iteration in canonical order (prompt slot, then s
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from pipeline.digest import sha256_tensor, write_json
+from pipeline.digest import sha256_tensor, tensors_digest
 
 METADATA = {"format": "pt"}  # fixed, so that equal arrays are equal files
 
@@ -79,25 +80,10 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
     return load_file(path)
 
 
-def tokens_digest(rollout: Rollout) -> str:
-    """sha256 over all token ids, with lengths, so that a shifted boundary is another digest."""
-    from pipeline.digest import tensors_digest
-
-    return tensors_digest({name: sha256_tensor(getattr(rollout, name)) for name in ("tokens", "lengths", "prompt_lengths")})
+def tokens_sha256(arrays: Mapping[str, np.ndarray]) -> str:
+    """sha256 over all token ids of a Rollout's arrays, with lengths, so that a shifted boundary is another digest."""
+    return tensors_digest({name: sha256_tensor(arrays[name]) for name in ("tokens", "lengths", "prompt_lengths")})
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in rows), encoding="utf-8")
-
-
-__all__ = [
-    "Prompt",
-    "Rollout",
-    "load_arrays",
-    "prompts_of_iteration",
-    "read_prompts",
-    "save_arrays",
-    "tokens_digest",
-    "write_json",
-    "write_jsonl",
-]

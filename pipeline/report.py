@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
+from pipeline import curves
 from pipeline.compare import summary_line
 
 QUANTITY_NAMES = {
@@ -25,7 +25,6 @@ QUANTITY_NAMES = {
     "exp_avg_sq": "Adam second moment",
     "weights": "weights",
 }
-CURVES = ("rollout/reward_mean", "train/loss", "train/kl_loss", "train/entropy_loss", "train/grad_norm", "rollout/response_length_mean")
 TIMES = ("perf/step_time", "perf/train_wait_time", "perf/ref_log_probs_time", "perf/log_probs_time", "perf/actor_train_time")
 
 
@@ -34,15 +33,18 @@ def render(comparison: dict[str, Any]) -> str:
     import jinja2
 
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["short"] = lambda digest: f"{digest[:12]}…" if digest else "-"
+    environment.filters |= {"short": lambda digest: f"{digest[:12]}…" if digest else "-", "visible": visible}
+    markup = jinja2.utils.markupsafe.Markup
     runs = comparison["runs"]
     oracle = next(run for run in runs if run["run_id"] == comparison["oracle"])
+    in_front = [oracle, *(run for run in runs if run is not oracle)]
     return environment.from_string(TEMPLATE).render(
         c=comparison,
         d=comparison["first_difference"],
         summary=summary_line(comparison),
         matrix=matrix(comparison),
-        curves=jinja2.utils.markupsafe.Markup(curves_svg(runs)),
+        plots=[(name, markup(svg)) for name, svg in curves.plots(in_front)],
+        legend=[(run["layout"], stroke["color"]) for run, stroke in zip(in_front, curves.strokes([[]] * len(runs)))],
         completions=oracle["completions"],
         times=[(name.removeprefix("perf/"), [times(run, name) for run in runs]) for name in TIMES],
         oracle=oracle,
@@ -85,63 +87,66 @@ def times(run: dict[str, Any], name: str) -> str:
     return f"{values[0]:.3g} s" if len(values) == 1 else f"{values[0]:.3g} … {values[-1]:.3g} s"
 
 
-def curves_svg(runs: list[dict[str, Any]]) -> str:
-    """Small plots of the main metrics. Equal curves lie on top of each other: the first run is a wide band, the others thin lines on it."""
-    import matplotlib
-    from matplotlib.figure import Figure  # no pyplot: no backend, no global state
-
-    names = [name for name in CURVES if any(name in step for run in runs for step in run["steps"].values())]
-    if not names:
-        return ""
-    columns = min(3, len(names))
-    lines = -(-len(names) // columns)
-    # fonttype none keeps text as text; the salt makes the ids in the file the same every time
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "lockstep", "font.size": 8}):
-        figure = Figure(figsize=(3.2 * columns, 1.9 * lines), layout="constrained")
-        axes = figure.subplots(lines, columns, squeeze=False).ravel()
-        for axis, name in zip(axes, names):
-            for i, run in enumerate(runs):
-                points = sorted((int(step), float(values[name])) for step, values in run["steps"].items() if name in values)
-                # dashes of different runs take turns, so that on a common curve each of them still shows
-                style: dict[str, Any] = {"linewidth": 1, "linestyle": (3 * i, (3, 3 * max(1, len(runs) - 2)))}
-                if i == 0:
-                    style = {"linewidth": 6, "alpha": 0.3, "marker": "."}
-                axis.plot([x for x, _ in points], [y for _, y in points], label=run["layout"], **style)
-            axis.set_title(name)
-            axis.xaxis.get_major_locator().set_params(integer=True)
-        for axis in axes[len(names) :]:
-            axis.remove()
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=min(len(runs), 6), frameon=False)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    svg = buffer.getvalue()
-    return svg[svg.index("<svg") :]  # inside HTML there is no place for the XML declaration
+def visible(text: str) -> str:
+    """Control characters as \\x1b: models write them, and a browser shows empty boxes or nothing."""
+    return "".join(c if c in "\n\t" or 32 <= ord(c) < 127 or ord(c) >= 160 else f"\\x{ord(c):02x}" for c in text)
 
 
-TEMPLATE = """<!doctype html>
+TEMPLATE = """{% macro columns() %}
+<tr>
+<td></td>
+{% for run in c.runs %}
+<th scope="col">{{ run.layout }}{% if run.run_id == c.oracle %} <small>oracle</small>{% endif %}</th>
+{% endfor %}
+</tr>
+{% endmacro %}
+<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{{ c.verdict }}: {{ c.experiment }}</title>
 <style>
-:root { color-scheme: light; font: 14px/1.5 system-ui, sans-serif; color: #1c1c1c; }
-body { max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { margin: 0; font-size: 1.6rem; }
-h2 { margin: 2rem 0 .5rem; font-size: 1.1rem; }
-code, .hash { font: .85em ui-monospace, monospace; overflow-wrap: anywhere; }
-.verdict { padding: 1rem 1.2rem; border-left: .4rem solid; background: #f4f4f4; }
-.identical { border-color: #187a3c; } .different { border-color: #b3261e; } .alone { border-color: #8a6d00; }
+:root {
+  color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif;
+  --text: #1c1c1c; --page: #fff; --quiet: #5a5a5a; --line: #d9d9d9; --panel: #f4f4f4; --good: #187a3c; --bad: #b3261e; --mixed: #8a6d00;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --text: #e8e8e8; --page: #161616; --quiet: #a8a8a8; --line: #3a3a3a; --panel: #222; --good: #6fcf97; --bad: #ff8a80; --mixed: #e0c050;
+  }
+}
+body { margin: 0; color: var(--text); background: var(--page); }
+main { max-width: 70rem; margin: 1.5rem auto; padding: 0 1rem; }
+h1 { margin: 0; font-size: 1.6rem; overflow-wrap: anywhere; }
+h2 { margin: 2rem 0 .5rem; font-size: 1.15rem; overflow-wrap: anywhere; }
+p, li { margin: .4rem 0; overflow-wrap: anywhere; }
+.note, dt, figcaption small { color: var(--quiet); }
+code, .hash { font: .9em ui-monospace, monospace; overflow-wrap: anywhere; }
+.verdict { padding: 1rem 1.2rem; border-left: .4rem solid; background: var(--panel); }
+.identical { border-color: var(--good); } .different { border-color: var(--bad); } .alone { border-color: var(--mixed); }
+.identical h1 { color: var(--good); } .different h1 { color: var(--bad); } .alone h1 { color: var(--mixed); }
 .scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .9rem; }
-th, td { padding: .2rem .7rem; text-align: left; border-bottom: 1px solid #ddd; vertical-align: top; }
-.eq { color: #187a3c; } .ne { color: #b3261e; font-weight: 600; }
-td.text { white-space: pre-wrap; max-width: 30rem; overflow-wrap: anywhere; }
-svg { max-width: 100%; height: auto; }
-dt { float: left; clear: left; width: 11rem; color: #666; } dd { margin-left: 11rem; }
+table { border-collapse: collapse; font-size: .92rem; }
+th, td { padding: .2rem .7rem .2rem 0; text-align: left; border-bottom: 1px solid var(--line); vertical-align: top; white-space: nowrap; }
+th small { font-weight: normal; color: var(--quiet); }
+.grid th:first-child { position: sticky; left: 0; background: var(--page); }
+.grid td { font-variant-numeric: tabular-nums; }
+.eq { color: var(--good); } .ne { color: var(--bad); font-weight: 600; }
+td.text { white-space: pre-wrap; max-width: 34rem; overflow-wrap: anywhere; }
+td.text + td.text { min-width: 9rem; }
+.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(18rem, 100%), 1fr)); gap: 1rem; }
+figure { margin: 0; }
+svg { display: block; width: 100%; height: auto; }
+.legend { display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; padding: 0; list-style: none; }
+.legend span { display: inline-block; width: 2rem; height: .35rem; vertical-align: middle; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; margin: 0; }
+dd { margin: 0; overflow-wrap: anywhere; min-width: 0; }
+@media (max-width: 40rem) { .grid th { white-space: normal; } dl { grid-template-columns: 1fr; } dd { margin-bottom: .4rem; } }
 </style>
 </head>
 <body>
+<main>
 <div class="verdict {{ c.verdict }}">
 <h1>{{ c.verdict }}</h1>
 <p>{{ summary }}</p>
@@ -168,46 +173,67 @@ dt { float: left; clear: left; width: 11rem; color: #666; } dd { margin-left: 11
 </dl>
 {% endif %}
 <h2>What is equal, in every bit</h2>
-<p>Each column against {{ oracle.layout }}. A cell counts the iterations (weights: versions) whose sha256 is the same.</p>
-<div class="scroll"><table>
-<tr><th></th>{% for run in c.runs %}<th>{{ run.layout }}</th>{% endfor %}</tr>
+<p class="note">Each column against {{ oracle.layout }}. A cell counts the iterations (weights: versions) whose sha256 is the same.</p>
+<div class="scroll" role="region" tabindex="0" aria-label="layouts by quantities"><table class="grid">
+{{ columns() }}
 {% for name, cells in matrix %}
 <tr>
-<th>{{ name }}</th>
+<th scope="row">{{ name }}</th>
 {% for equal, text in cells %}
 <td class="{{ 'eq' if equal else 'ne' }}">{{ '=' if equal else '≠' }} {{ text }}</td>
 {% endfor %}
 </tr>
 {% endfor %}
 <tr>
-<th>validation</th>
+<th scope="row">validation</th>
 {% for run in c.runs %}
 {% set count = run.validation.errors|length %}
-<td class="{{ 'ne' if count else 'eq' }}">{{ "failed, %d errors"|format(count) if count else "passed" }}</td>
+<td class="{{ 'ne' if count else 'eq' }}">{{ "failed, errors: %d"|format(count) if count else "passed" }}</td>
 {% endfor %}
 </tr>
-<tr><th>result digest</th>{% for run in c.runs %}<td class="hash">{{ run.result_digest|short }}</td>{% endfor %}</tr>
+<tr>
+<th scope="row">result digest</th>
+{% for run in c.runs %}
+<td class="hash" title="{{ run.result_digest }}">{{ run.result_digest|short }}</td>
+{% endfor %}
+</tr>
 </table></div>
 <h2>Curves</h2>
-{{ curves }}
+<p class="note">By optimizer step. Equal curves lie on top of each other: {{ oracle.layout }} is the wide
+band, the others are dashes on it, and a whole line where they differ.</p>
+<ul class="legend">
+{% for layout, colour in legend %}
+<li><span style="background: {{ colour }}" aria-hidden="true"></span> {{ layout }}</li>
+{% endfor %}
+</ul>
+<div class="plots">
+{% for name, svg in plots %}
+<figure><figcaption>{{ name }}</figcaption>{{ svg }}</figure>
+{% endfor %}
+</div>
 <h2>Completions</h2>
-<div class="scroll"><table>
-<tr><th>iteration</th><th>prompt</th><th>completion</th><th>reward</th></tr>
+<p class="note">The first of each iteration, by {{ oracle.layout }}.</p>
+<div class="scroll" role="region" tabindex="0" aria-label="completions"><table>
+<tr>
+<th scope="col"><abbr title="iteration">it.</abbr></th><th scope="col">prompt</th><th scope="col">completion</th>
+<th scope="col">answer</th><th scope="col">reward</th><th scope="col">tokens</th>
+</tr>
 {% for row in completions %}
 <tr>
-<td>{{ row.iteration }}</td><td class="text">{{ row.prompt }}</td>
-<td class="text">{{ row.completion }}</td><td>{{ row.reward }}</td>
+<td>{{ row.iteration }}</td><td class="text">{{ row.prompt|visible }}</td><td class="text">{{ row.completion|visible }}</td>
+<td>{{ row.answer }}</td><td title="{{ row.reward }}">{{ "%.4g"|format(row.reward) if row.reward is number else row.reward }}</td>
+<td>{{ row.num_tokens }}{% if row.finish_reason %}, {{ row.finish_reason }}{% endif %}</td>
 </tr>
 {% else %}
-<tr><td colspan="4">none recorded</td></tr>
+<tr><td colspan="6">none recorded</td></tr>
 {% endfor %}
 </table></div>
 <h2>Time</h2>
-<p>First and last step; it describes one execution and enters no digest. A dash: the stage came from the cache.</p>
-<div class="scroll"><table>
-<tr><th></th>{% for run in c.runs %}<th>{{ run.layout }}</th>{% endfor %}</tr>
+<p class="note">First and last step; it describes one execution and enters no digest. A dash: the stage came from the cache.</p>
+<div class="scroll" role="region" tabindex="0" aria-label="times by layout"><table class="grid">
+{{ columns() }}
 {% for name, cells in times %}
-<tr><th>{{ name }}</th>{% for cell in cells %}<td>{{ cell }}</td>{% endfor %}</tr>
+<tr><th scope="row">{{ name }}</th>{% for cell in cells %}<td>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}
 </table></div>
 <h2>Identity</h2>
@@ -220,6 +246,7 @@ dt { float: left; clear: left; width: 11rem; color: #666; } dd { margin-left: 11
 <h2>Errors of {{ run.run_id }}</h2>
 <ul>{% for error in run.validation.errors[:20] %}<li>{{ error }}</li>{% endfor %}</ul>
 {% endfor %}
+</main>
 </body>
 </html>
 """

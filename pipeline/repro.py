@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -17,17 +16,16 @@ from filelock import FileLock, Timeout
 
 from pipeline import failures
 from pipeline.errors import MissingPrerequisite, ResultsDiffer, UserError
+from pipeline.launch.processes import die_with_parent
 from pipeline.paths import ROOT, Paths
-
-_PR_SET_PDEATHSIG = 1
 
 
 class StageFailed(UserError):
     """A stage ended with an error of its own, which it has printed; the exit code is the stage's."""
 
-    def __init__(self, message: str, exit_code: int):
+    def __init__(self, message: str, exit_code: int, stage: str = "", key: str = ""):
         super().__init__(message)
-        self.exit_code = exit_code
+        self.exit_code, self.stage, self.key = exit_code, stage, key
 
 
 def run_dvc(targets: list[str], root: Path = ROOT) -> None:
@@ -37,14 +35,17 @@ def run_dvc(targets: list[str], root: Path = ROOT) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     environment = os.environ | {"PATH": path, "LOCKSTEP_STARTER_PID": str(os.getpid())}
     environment.pop("HYDRA_FULL_ERROR", None)
+    parent = os.getpid()  # a killed command must not leave DVC, and below it ranks, at work
     with _one_at_a_time(root):
         failures.clear(root)
-        done = subprocess.run(command, check=False, cwd=root, env=environment, stdout=sys.stderr, preexec_fn=_die_with_parent)
+        done = subprocess.run(
+            command, check=False, cwd=root, env=environment, stdout=sys.stderr, preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM)
+        )
         failure = failures.last(root)
     if done.returncode == 0:
         return
     if failure:
-        raise StageFailed(f"{failure.where}: {failure.message}{_way_out(failure)}", failure.exit_code)
+        raise StageFailed(f"{failure.where}: {failure.message}{_way_out(failure)}", failure.exit_code, failure.stage, failure.key)
     raise StageFailed(f"dvc repro {' '.join(targets)}: failed with code {done.returncode}; the reason is above", 1)
 
 
@@ -68,12 +69,6 @@ def _one_at_a_time(root: Path) -> Iterator[None]:
         lock.release()
 
 
-def _die_with_parent() -> None:
-    """In the child, between fork and exec: a killed command must not leave DVC, and below it ranks, at work."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 def verdict_of(experiment: str, root: Path = ROOT) -> int:
     """Runs what changed in one experiment and prints a line per run and the verdict on stdout. The exit code: 0 or that of ResultsDiffer.
 
@@ -87,7 +82,8 @@ def verdict_of(experiment: str, root: Path = ROOT) -> int:
         if was_pending and is_pending(experiment, Paths(root)):  # a cached track would never bring an unreachable server up to date
             run_dvc(["--force", "--single-item", f"track@{experiment}"], root)
     except StageFailed as failed:
-        if failed.exit_code != ResultsDiffer.exit_code:  # track fails like this when all is compared, and differs
+        # track of this experiment fails like this when all is compared, and differs; after any other failure the comparison may be old
+        if (failed.stage, failed.key, failed.exit_code) != ("track", experiment, ResultsDiffer.exit_code):
             raise
     comparison = read_comparison(Paths(root).comparison(experiment))
     width = max(len(run["run_id"]) for run in comparison["runs"])

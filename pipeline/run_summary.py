@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.digest import read_json, sha256_tensor, tensors_digest
+from pipeline.digest import read_json
 from pipeline.evidence import RunFiles
+from pipeline.records import tokens_sha256
 
 MAX_COMPLETIONS = 8  # per iteration; the rest is in completions.jsonl
 
@@ -23,11 +24,6 @@ def steps(files: RunFiles) -> dict[str, dict[str, Any]]:
         for step in files.steps(iteration):
             result[str(step)] = {**metrics.get(str(step), {}), **(rollout if step == files.steps(iteration)[0] else {})}
     return result
-
-
-def tokens_sha256(arrays: dict[str, np.ndarray]) -> str:
-    """sha256 of all token ids with their boundaries (as `pipeline.records.tokens_digest`)."""
-    return tensors_digest({name: sha256_tensor(arrays[name]) for name in ("tokens", "lengths", "prompt_lengths")})
 
 
 def read_samples(files: RunFiles) -> dict[int, dict[str, np.ndarray]]:

@@ -143,12 +143,19 @@ class _Sync:
         identity = {"result_digest": run["result_digest"], "config_digest": sha256_json(params)}
         child = self._find_or_create(key, run["layout"], identity, {"mlflow.parentRunId": parent.info.run_id})
         metrics, odd = _metrics(run, child.info.start_time)
+        timed = self._timed(child)
+        metrics = [point for point in metrics if (point.key, point.step) not in timed]
         self._log(child, {name: value[:MAX_PARAM] for name, value in params.items()}, {**common, **_run_tags(run), **odd}, metrics)
         self.client.log_dict(child.info.run_id, params, "config.json")
         if (path := reports.validations.get(run["run_id"])) is not None:
             self.client.log_artifact(child.info.run_id, str(path))
         self._finish(child.info.run_id)
         return child.info.run_id
+
+    def _timed(self, run: Any) -> set[tuple[str, int]]:
+        """(name, step) of the timings that a run has. They stay: those of another execution of the same result would be second points."""
+        names = [name for name in run.data.metrics if name.startswith("perf/")]
+        return {(name, point.step) for name in names for point in self.client.get_metric_history(run.info.run_id, name)}
 
     def _find_or_create(self, key: str, name: str, identity: dict[str, str], tags: dict[str, str]) -> Any:
         """The run with this key and identity. Runs with the key and another identity are older results: they stay, and say so."""

@@ -10,7 +10,7 @@ from pipeline.compare import ExperimentId, RunRecord, compare, write_comparison
 from pipeline.digest import read_json, write_bytes
 from pipeline.evidence import RunFiles
 from pipeline.paths import Paths
-from pipeline.performance import read_performance
+from pipeline.performance import executed_or_cached, read_performance
 from pipeline.readbacks import stage_mesh
 from pipeline.report import render
 from pipeline.run_summary import read_samples
@@ -40,7 +40,7 @@ def _record(key: str, cfg: Any, validation: Path, paths: Paths, execution: dict[
     files = RunFiles.of(cfg, key, paths)
     lengths = {iteration: arrays["lengths"].tolist() for iteration, arrays in read_samples(files).items()}
     performance = read_performance(files, lengths, stage_mesh(cfg.layout, "train").world_size)
-    return RunRecord(files, read_json(validation), execution, performance)
+    return RunRecord(files, read_json(validation), execution, performance, executed_or_cached(files))
 
 
 def rank_main(args: dict[str, Any]) -> dict[str, Any]:

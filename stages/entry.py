@@ -22,6 +22,7 @@ from filelock import FileLock, Timeout
 
 from pipeline import failures, launch, registry
 from pipeline.config import Config, Launch
+from pipeline.digest import read_json, sha256_folder
 from pipeline.errors import UserError
 from pipeline.layout import MeshShape
 
@@ -86,9 +87,12 @@ class Job:
 
     @contextlib.contextmanager
     def outputs(self, *paths: Path) -> Iterator[list[Path]]:
-        """Temporary folders to write to; they take their names when the stage has succeeded."""
-        with single_writer(self.registry.paths.logs(self.key) / f"{self.stage}.lock"), new_folders(*paths) as folders:
-            yield folders
+        """Temporary folders to write to; they take their names when the stage has succeeded. The log names the bytes of the first."""
+        with single_writer(self.registry.paths.logs(self.key) / f"{self.stage}.lock"):
+            with new_folders(*paths) as folders:
+                yield folders
+            if self.log.exists():
+                self.write_log({**read_json(self.log), "output": sha256_folder(paths[0])})
 
 
 @contextlib.contextmanager

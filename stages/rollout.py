@@ -6,19 +6,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pipeline.layout import MeshShape, owned_samples
+from pipeline.errors import UserError
+from pipeline.layout import owned_samples
+from pipeline.readbacks import stage_mesh
 from stages import entry
 
 
 def main(job: entry.Job) -> None:
-    layout = job.cfg.layout
     with job.outputs(job.step.rollout, job.step.readbacks / "rollout") as out:
-        job.launch(rollout_mesh(layout).world_size, folder=str(out[0]), readbacks=str(out[1]))
-
-
-def rollout_mesh(layout) -> MeshShape:
-    """Sampling has a layout of its own; what it leaves open is as in training."""
-    return MeshShape(tp=layout.rollout.tp or layout.tp, dp=layout.rollout.dp or layout.dp)
+        job.launch(stage_mesh(job.cfg.layout, "rollout").world_size, folder=str(out[0]), readbacks=str(out[1]))
 
 
 def rank_main(args: dict[str, Any]) -> dict[str, Any]:
@@ -30,13 +26,14 @@ def rank_main(args: dict[str, Any]) -> dict[str, Any]:
 
     job = entry.Job.from_args(args)
     cfg, step = job.cfg, job.step
-    mesh = ranks.start_mesh(rollout_mesh(cfg.layout), cfg.launch.threads, cfg.launch.kernel_build)
+    mesh = ranks.start_mesh(stage_mesh(cfg.layout, "rollout"), cfg.launch.threads, cfg.launch.kernel_build)
     started = time.perf_counter()
     model = ranks.build_model(step.weights_in, mesh, cfg, implementations(cfg.kernels.case, "rollout"))
     engine = LockstepEngine(model, set(stop_token_ids(job.checkpoint)), cfg.layout.rollout.batch_size)
     engine.load_weights(read_weights(step.weights_in), step.version_in)
     loaded = time.perf_counter()
     requests = [Request(p.prompt_id, k, p.token_ids) for p in job.prompts() for k in range(cfg.sampling.samples_per_prompt)]
+    check_room(max(len(r.token_ids) for r in requests), cfg.sampling.max_new_tokens, model.config.max_positions)
     own = owned_samples(len(requests), mesh.shape.dp, mesh.d)
     completions = engine.generate(requests[own.start : own.stop], cfg.sampling, cfg.seed, step.iteration)
     generated = time.perf_counter()
@@ -47,13 +44,22 @@ def rank_main(args: dict[str, Any]) -> dict[str, Any]:
     return {"update_weights_time": loaded - started, "rollout_time": generated - loaded, "peak_memory": ranks.peak_memory()}
 
 
+def check_room(longest_prompt: int, max_new_tokens: int, max_positions: int) -> None:
+    """Raises UserError when the longest prompt and its response have more tokens than the model has positions."""
+    if longest_prompt + max_new_tokens > max_positions:
+        raise UserError(
+            f"sampling.max_new_tokens={max_new_tokens}: with a prompt of {longest_prompt} tokens more than "
+            f"max_position_embeddings={max_positions}; use {max(0, max_positions - longest_prompt)} or fewer, or shorter prompts"
+        )
+
+
 def write_rollout(job: entry.Job, requests: list, completions: list, folder: Path) -> None:
     """The arrays for the trainer, the text for people, and the summary for the comparison."""
     import numpy as np
     from transformers import AutoTokenizer
 
-    from pipeline.digest import sha256_file
-    from pipeline.records import Rollout, tokens_digest, write_json, write_jsonl
+    from pipeline.digest import sha256_file, write_json
+    from pipeline.records import Rollout, tokens_sha256, write_jsonl
     from stages.rewards import reward
 
     tokenizer = AutoTokenizer.from_pretrained(job.checkpoint)
@@ -94,7 +100,7 @@ def write_rollout(job: entry.Job, requests: list, completions: list, folder: Pat
         ],
     )
     summary = {
-        "tokens_sha256": tokens_digest(rollout),
+        "tokens_sha256": tokens_sha256(vars(rollout)),
         "completions_sha256": sha256_file(folder / "completions.jsonl"),
         "sample_count": len(requests),
         "token_count": int(rollout.lengths.sum()),
@@ -112,9 +118,10 @@ def rollout_metrics(rollout, samples_per_prompt: int) -> dict[str, float]:
     n = len(rewards)
     groups = [rewards[i : i + samples_per_prompt] for i in range(0, n, samples_per_prompt)]
     mean = math.fsum(rewards) / n
+    deviations = [r - mean for r in rewards]
     return {
         "rollout/reward_mean": mean,
-        "rollout/reward_std": math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / n),
+        "rollout/reward_std": math.sqrt(math.fsum(d * d for d in deviations) / n),  # not d**2: pow differs between machines
         "rollout/frac_zero_std": sum(len(set(g)) == 1 for g in groups) / len(groups),
         "rollout/response_length_mean": int(rollout.response_lengths.sum()) / n,
         "rollout/truncated_frac": int((rollout.finish == 1).sum()) / n,

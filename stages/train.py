@@ -134,7 +134,8 @@ def one_update(trainer: Trainer, update: Update, tokens: TokenData, old: Tensor,
 
 
 def write_results(folder: Path, tokens: TokenData, old: Tensor, results: list[UpdateEvidence]) -> None:
-    from pipeline.records import save_arrays, write_json
+    from pipeline.digest import write_json
+    from pipeline.records import save_arrays
 
     current = sum_of_steps(results, "current")
     arrays = {"old": old, "current": current, "entropy": sum_of_steps(results, "entropy"), "advantages": tokens.advantages}

@@ -11,7 +11,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from pipeline.config import Checkpoint, Config, Data, Kernels, Layout, Objective, Sampling, experiment_digest
-from pipeline.digest import hash_safetensors, sha256_file, sha256_tensor, tensors_digest, write_json
+from pipeline.digest import hash_safetensors, sha256_file, sha256_folder, sha256_tensor, tensors_digest, write_json
 from pipeline.evidence import RunFiles
 from pipeline.layout import micro_batches, owned_samples
 from pipeline.paths import Paths
@@ -210,7 +210,8 @@ def write_logs(files: RunFiles, iteration: int) -> None:
         "train": {"data_preprocess_time": 0.01, "log_probs_time": 0.25, "actor_train_time": 0.5},
     }
     for stage, own in timings.items():
-        write_json(files.logs(iteration) / f"{stage}.json", {"status": "ok", "timings": own})
+        output = sha256_folder(files.iteration(iteration) / stage)
+        write_json(files.logs(iteration) / f"{stage}.json", {"status": "ok", "timings": own, "output": output})
 
 
 def edit_json(path: Path, change) -> None:

@@ -236,6 +236,16 @@ def test_stage_writes_record_and_page(experiment, tmp_path):
     assert performance["perf/step_time"] == performance["perf/train_wait_time"] + performance["perf/train_time"] == 3.51
     assert performance["perf/actor_train_tflops"] * 0.5 == pytest.approx(3 * performance["perf/log_probs_tflops"] * 0.25)
     assert performance["perf/actor_train_tok_per_s"] == 23 / 0.5 and performance["reason"] is None
+    assert record["runs"][0]["executed_or_cached"] == {"rollout": "executed", "ref_logprob": "executed", "train": "executed"}
+
+    # other bytes than those that the log is about: DVC has brought back an older result
+    edit_json(experiment.files(record["oracle"]).iteration(2) / "rollout" / "summary.json", lambda summary: summary.update(note=1))
+    record = stage.run(experiment.configs, validations, identity, experiment.paths, tmp_path / "out")
+    assert record["runs"][0]["executed_or_cached"]["rollout"] == "cached"
+    assert record["runs"][0]["performance"]["0"]["perf/step_time"] == 3.51
+    assert (
+        record["runs"][0]["performance"]["1"]["perf/rollout_time"] is None and "rollout" in record["runs"][0]["performance"]["1"]["reason"]
+    )
 
 
 def test_a_cached_stage_has_no_timing_and_the_result_digest_no_time(experiment, tmp_path):
@@ -264,10 +274,10 @@ def test_the_schema_refuses_records_that_contradict_themselves(experiment, chang
 
 
 def test_token_hash_is_that_of_the_rollout_record(experiment):
-    from pipeline.records import Rollout, tokens_digest
+    from pipeline.records import Rollout, tokens_sha256
 
     rollout = Rollout.load(experiment.files(ORACLE).iteration(1) / "rollout")
     assert comparison_of(experiment)["runs"][0]["tokens"]["0"] == {
-        "sha256": tokens_digest(rollout), "sample_count": 4, "token_count": 23,
+        "sha256": tokens_sha256(vars(rollout)), "sample_count": 4, "token_count": 23,
     }  # fmt: skip
     assert sha256_tensor(rollout.tokens) == read_evidence(experiment.files(ORACLE)).link(1, "tokens").parts["tokens"]

@@ -182,10 +182,12 @@ def test_verdicts_and_exit_codes(tmp_path, capsys, monkeypatch):
         repro.verdict_of("none", tmp_path)
 
 
-@pytest.mark.parametrize("stage_exit_code, believed", [(3, True), (1, False)])
-def test_an_old_verdict_is_not_read_after_a_failure(tmp_path, capsys, monkeypatch, stage_exit_code, believed):
+@pytest.mark.parametrize(
+    "stage, key, stage_exit_code, believed", [("track", "tiny", 3, True), ("track", "tiny", 1, False), ("track", "other", 3, False)]
+)
+def test_an_old_verdict_is_not_read_after_a_failure(tmp_path, capsys, monkeypatch, stage, key, stage_exit_code, believed):
     def failing(targets, root):
-        raise repro.StageFailed("track tiny: ...", stage_exit_code)
+        raise repro.StageFailed(f"{stage} {key}: ...", stage_exit_code, stage, key)
 
     monkeypatch.setattr(repro, "run_dvc", failing)
     path = tmp_path / "reports/tiny/comparison.json"

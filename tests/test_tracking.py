@@ -90,6 +90,10 @@ def test_a_sync_is_complete_and_a_second_one_adds_nothing(project, monkeypatch, 
     }
     assert after == before
 
+    edit_json(reports.comparison, lambda c: [run["performance"]["0"].update({"perf/step_time": 9.0}) for run in c["runs"]])
+    assert tracking.sync(reports, Tracking(), project.paths)  # executed again: the same result in another time
+    assert all(points(project, run.info.run_id) == before[run.info.run_id][0] for run in runs_of(project))
+
     _check_recovery(project, parent, children)
     _check_new_result(project, children)
 

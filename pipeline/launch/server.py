@@ -212,13 +212,13 @@ def main() -> None:
     listener.listen(128)
     if os.fork():  # the client waits for this process only: by now it can connect
         os._exit(0)
-    code = fingerprint(os.environ)
+    environment = dict(os.environ)
     os.environ.update(CPU_ENVIRONMENT, OMP_NUM_THREADS="1")
     starter = Process(*setup["starter"])
     preload(starter.alive)  # who is killed during the imports leaves no server behind
     library_fds = {fd for fd in map(int, os.listdir("/proc/self/fd")) if is_open(fd)} - {0, 1, 2, listener.fileno()}
-    if code != setup["fingerprint"]:  # a file was saved between the client's look and ours: nobody may take us for what we are not
-        code = "changed during the start"
+    # looked at again after the imports: when a file was saved since the client's look, nobody may take us for what we are not
+    code = setup["fingerprint"] if fingerprint(environment) == setup["fingerprint"] else "changed during the start"
     listener.setblocking(False)
     server = Server(listener, socket_path, code, starter, setup["idle_seconds"], library_fds)
     server.serve()
