@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.compare import summary_line
 from pipeline.digest import read_json, sha256_json, write_json
 from pipeline.errors import UserError
+from pipeline.evidence.compare import summary_line
 from pipeline.paths import Paths
 
 MAX_METRICS, MAX_OTHERS = 1000, 100  # of one log_batch, by MLflow's REST interface

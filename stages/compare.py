@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.compare import ExperimentId, RunRecord, compare, write_comparison
 from pipeline.digest import read_json, write_bytes
-from pipeline.evidence import RunFiles
+from pipeline.evidence.chain import RunFiles
+from pipeline.evidence.compare import ExperimentId, RunRecord, compare, write_comparison
+from pipeline.evidence.performance import executed_or_cached, read_performance
+from pipeline.evidence.readbacks import stage_mesh
+from pipeline.evidence.report import render
+from pipeline.evidence.run_summary import read_samples
 from pipeline.paths import Paths
-from pipeline.performance import executed_or_cached, read_performance
-from pipeline.readbacks import stage_mesh
-from pipeline.report import render
-from pipeline.run_summary import read_samples
 
 
 def run(

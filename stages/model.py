@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from kernels import rope
+from pipeline.evidence.readbacks import BACKEND_IDS
 from pipeline.layout import ModelShape
-from pipeline.readbacks import BACKEND_IDS
 from stages.batch import TokenBatch
 from stages.lockstep_ops import LockstepOps, embed, norm, rotate
 from stages.parallel import Parallel

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UserError
+from pipeline.evidence.readbacks import stage_mesh
 from pipeline.layout import owned_samples
-from pipeline.readbacks import stage_mesh
 from stages import entry
 
 

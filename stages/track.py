@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.compare import summary_line
 from pipeline.config import Tracking
 from pipeline.digest import read_json
 from pipeline.errors import ResultsDiffer
+from pipeline.evidence.compare import summary_line
 from pipeline.paths import Paths
 from pipeline.tracking import Reports, sync
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pipeline.evidence import RunFiles
+from pipeline.evidence.chain import RunFiles
+from pipeline.evidence.validation import validate, write_validation
 from pipeline.paths import Paths
-from pipeline.validation import validate, write_validation
 
 
 def run(cfg: Any, key: str, paths: Paths, output: Path) -> dict[str, Any]:

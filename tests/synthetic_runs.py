@@ -12,10 +12,10 @@ from safetensors.numpy import load_file, save_file
 
 from pipeline.config import Checkpoint, Config, Data, Kernels, Layout, Objective, Sampling, experiment_digest
 from pipeline.digest import hash_safetensors, sha256_file, sha256_folder, sha256_tensor, tensors_digest, write_json
-from pipeline.evidence import RunFiles
+from pipeline.evidence.chain import RunFiles
+from pipeline.evidence.readbacks import BACKEND_IDS, STAGES, expected_counts, expected_implementation, stage_mesh
 from pipeline.layout import micro_batches, owned_samples
 from pipeline.paths import Paths
-from pipeline.readbacks import BACKEND_IDS, STAGES, expected_counts, expected_implementation, stage_mesh
 from stages import validate
 
 LAYERS, VOCAB = 2, 17

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from synthetic_runs import LAYOUTS, edit_arrays, edit_json, make_experiment, validate_all
 
-from pipeline.compare import ExperimentId, RunRecord, compare, summary_line
 from pipeline.config import Layout
 from pipeline.digest import read_json, sha256_tensor
-from pipeline.evidence import chain_digest, read_evidence
+from pipeline.evidence.chain import chain_digest, read_evidence
+from pipeline.evidence.compare import ExperimentId, RunRecord, compare, summary_line
+from pipeline.evidence.performance import forward_flops
+from pipeline.evidence.validation import check_schema, validate
 from pipeline.layout import ModelShape
-from pipeline.performance import forward_flops
-from pipeline.validation import check_schema, validate
 from stages import compare as stage
 
 ORACLE, OTHER = "tiny-tp1cp1dp1", "tiny-tp2"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from pipeline import curves
-from pipeline.report import visible
+from pipeline.evidence import curves
+from pipeline.evidence.report import visible
 
 
 def run(**series: list[float | str]) -> dict:

@@ -10,10 +10,10 @@ import pytest
 from synthetic_runs import LAYOUTS, edit_json, make_experiment, validate_all
 
 from pipeline import tracking
-from pipeline.compare import ExperimentId
 from pipeline.config import Tracking, flatten
 from pipeline.digest import read_json
 from pipeline.errors import ResultsDiffer, UserError
+from pipeline.evidence.compare import ExperimentId
 from pipeline.paths import Paths
 from stages import compare, track
 

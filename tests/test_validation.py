@@ -11,11 +11,11 @@ from safetensors.numpy import load_file
 from synthetic_runs import LAYOUTS, edit_arrays, edit_json, make_experiment, parameters, save, write_sidecars
 
 from pipeline.config import Layout, RolloutLayout
+from pipeline.evidence.readbacks import decode_steps, expected_counts
+from pipeline.evidence.run_summary import read_samples
+from pipeline.evidence.sidecars import differences
+from pipeline.evidence.validation import check_schema, validate
 from pipeline.layout import MeshShape
-from pipeline.readbacks import decode_steps, expected_counts
-from pipeline.run_summary import read_samples
-from pipeline.sidecars import differences
-from pipeline.validation import check_schema, validate
 from stages import validate as stage
 
 KEY = "tiny-cp2dp2"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.digest import read_json
-from pipeline.evidence import RunFiles
+from pipeline.evidence.chain import RunFiles
 from pipeline.records import tokens_sha256
 
 MAX_COMPLETIONS = 8  # per iteration; the rest is in completions.jsonl

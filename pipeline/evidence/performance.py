@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipeline.digest import read_json, sha256_folder
-from pipeline.evidence import RunFiles
+from pipeline.evidence.chain import RunFiles
 from pipeline.layout import ModelShape
 
 MEASURED = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline import curves
-from pipeline.compare import summary_line
+from pipeline.evidence import curves
+from pipeline.evidence.compare import summary_line
 
 QUANTITY_NAMES = {
     "prompts": "prompts",

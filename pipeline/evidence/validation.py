@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from pipeline.digest import float_hex, read_json, sha256_file, tensors_digest, write_json
-from pipeline.evidence import GRADIENT_NORM, Evidence, RunFiles, read_evidence, relative, updates_of
+from pipeline.evidence.chain import GRADIENT_NORM, Evidence, RunFiles, read_evidence, relative, updates_of
+from pipeline.evidence.readbacks import count_micro_batches, read_frameworks, stage_mesh
+from pipeline.evidence.sidecars import SidecarComparison, count_unequal
 from pipeline.layout import layout_name
-from pipeline.readbacks import count_micro_batches, read_frameworks, stage_mesh
 from pipeline.records import tokens_sha256
-from pipeline.sidecars import SidecarComparison, count_unequal
 
 SCHEMA_VERSION = "lockstep.validation.v1"
 MISMATCH = "train/train_current_rollout_logprob_mismatch_count"

@@ -1,4 +1,4 @@
-"""Metrics by optimizer step as small plots for the report: one figure a metric, so that they flow on a phone, in colours for light and dark."""
+"""Metrics by optimizer step as small plots for the report: one figure a metric, so that they flow on a phone; legible on any background."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def _plot(name: str, curves: list[Points]) -> str:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    fixed = {"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 8, "text.color": INK, "axes.edgecolor": INK}
-    with matplotlib.rc_context({**fixed, "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False, "axes.spines.right": False}):
+    style: Any = {"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 8, "axes.spines.top": False, "axes.spines.right": False}
+    with matplotlib.rc_context(style | dict.fromkeys(("text.color", "axes.edgecolor", "xtick.color", "ytick.color"), INK)):
         figure = Figure(figsize=(3.4, 1.6), layout="constrained")
         axes = figure.subplots()
         for points, stroke in zip(curves, strokes(curves)):

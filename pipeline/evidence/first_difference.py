@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.digest import StoredTensor, iter_safetensors
-from pipeline.evidence import Evidence, Link, RunFiles
+from pipeline.evidence.chain import Evidence, Link, RunFiles
 
 RESPONSE_ARRAYS = (
     "rollout_logprob",

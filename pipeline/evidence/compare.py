@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline import comparisons as sections
 from pipeline.digest import write_json
-from pipeline.evidence import Evidence, RunFiles, read_evidence
-from pipeline.first_difference import find_first_difference
-from pipeline.run_summary import completions, steps, tokens
-from pipeline.validation import check_schema
+from pipeline.evidence import sections
+from pipeline.evidence.chain import Evidence, RunFiles, read_evidence
+from pipeline.evidence.first_difference import find_first_difference
+from pipeline.evidence.run_summary import completions, steps, tokens
+from pipeline.evidence.validation import check_schema
 
 SCHEMA_VERSION = "lockstep.comparison.v1"
 ORACLE_LAYOUT = "tp1cp1dp1"

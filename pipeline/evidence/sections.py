@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.evidence import GRADIENT_NORM, Evidence
+from pipeline.evidence.chain import GRADIENT_NORM, Evidence
 
 LOGPROB_QUANTITIES = ("rollout_logprob", "reference_logprob", "old_logprob", "current_logprob", "rewards", "advantages")
 
