@@ -98,7 +98,8 @@ def composed(jobs: list[list[str]]) -> list[Run]:
             report(error)
         if errors:
             raise errors[0]
-        registry.upsert(runs.values(), compose.compose_run)
+        with repro.one_at_a_time():  # running stages read params.yaml, too
+            registry.upsert(runs.values(), compose.compose_run)
     return list(runs.values())
 
 

@@ -137,6 +137,11 @@ class Layout:
     packing: bool = True  # False: one sample per forward
     rollout: RolloutLayout = field(default_factory=RolloutLayout)
 
+    @property
+    def samples_per_forward(self) -> int:
+        """0 = all of the rank's."""
+        return self.micro_batch if self.packing else 1
+
 
 @dataclass
 class Launch:

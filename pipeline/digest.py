@@ -35,11 +35,6 @@ def canonical_json(obj: Any) -> str:
     return json.dumps(_plain(obj), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
-def pretty_json(obj: Any) -> str:
-    """The same value laid out for people: sorted keys, two spaces."""
-    return json.dumps(_plain(obj), sort_keys=True, indent=2, ensure_ascii=False, allow_nan=False)
-
-
 def _plain(obj: Any) -> Any:
     if isinstance(obj, np.generic):
         obj = obj.item()

@@ -51,23 +51,6 @@ def num_leaves(size: int, leaf: int) -> int:
     return -(-size // leaf)
 
 
-def tree_nodes(n: int, a: int, b: int) -> list[tuple[int, int]]:
-    """Maximal nodes of the halving tree over n leaves that lie inside [a, b), in order.
-
-    node(lo, hi) = node(lo, mid) + node(mid, hi), mid = (lo + hi) // 2. The shape of a subtree depends only on hi - lo.
-    """
-
-    def walk(lo: int, hi: int) -> list[tuple[int, int]]:
-        if hi <= a or b <= lo:
-            return []
-        if a <= lo and hi <= b:
-            return [(lo, hi)]
-        mid = (lo + hi) // 2
-        return walk(lo, mid) + walk(mid, hi)
-
-    return walk(0, n) if n else []
-
-
 def tile_owner(tile: int, cp: int) -> int:
     """Context-parallel rank of a token tile: back and forth (0 1 .. P-1 P-1 .. 1 0), so causal work is balanced."""
     i = tile % (2 * cp)

@@ -36,7 +36,7 @@ def run_dvc(targets: list[str], root: Path = ROOT) -> None:
     environment = os.environ | {"PATH": path, "LOCKSTEP_STARTER_PID": str(os.getpid())}
     environment.pop("HYDRA_FULL_ERROR", None)
     parent = os.getpid()  # a killed command must not leave DVC, and below it ranks, at work
-    with _one_at_a_time(root):
+    with one_at_a_time(root):
         failures.clear(root)
         done = subprocess.run(
             command, check=False, cwd=root, env=environment, stdout=sys.stderr, preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM)
@@ -55,7 +55,7 @@ def _way_out(failure: failures.Failure) -> str:
 
 
 @contextmanager
-def _one_at_a_time(root: Path) -> Iterator[None]:
+def one_at_a_time(root: Path = ROOT) -> Iterator[None]:
     """Two repros that share a stage end with DVC's "busy", and its --wait-for-lock does not cover that: the second command waits here."""
     lock = FileLock(root / ".dvc" / "tmp" / "pipeline.lock")
     try:

@@ -64,6 +64,7 @@ def _write_source(checkpoint: Checkpoint, folder: Path) -> Path | None:
 
 def _complete(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
     """Join shards, check everything, add tensors.json."""
+    from stages.model import ModelConfig
     from stages.sources.shards import merge_shards, read_header
 
     where = checkpoint.repo or checkpoint.name
@@ -74,7 +75,9 @@ def _complete(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
         raise UserError(f"checkpoint.sha256={checkpoint.sha256}: model.safetensors of {where} has {found}; correct the value or the source")
     if not (folder / "tokenizer.json").exists():
         raise UserError(f"checkpoint.repo={where}: no tokenizer.json in it; save its tokenizer with transformers first")
-    check_architecture(checkpoint, read_json(folder / "config.json"))
+    config = read_json(folder / "config.json")
+    check_architecture(checkpoint, config)
+    ModelConfig.from_hf(config)  # a forward pass that we lack is said here, not hours later
     hashes = hash_safetensors(path)
     digest = tensors_digest(hashes)
     write_json(folder / "tensors.json", {"sha256": hashes, "digest": digest})

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels import rope
+from pipeline.errors import UserError
 from pipeline.evidence.readbacks import BACKEND_IDS
 from pipeline.layout import ModelShape
 from stages.batch import TokenBatch
@@ -52,17 +53,18 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, config: dict) -> ModelConfig:
-        """Raises ValueError for a model whose forward pass this is not."""
+        """Raises UserError for a model whose forward pass this is not."""
         architecture = (config.get("architectures") or ["?"])[0]
         rope_parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
         if architecture not in ARCHITECTURES:
-            raise ValueError(f"config.json architectures={architecture!r}: supported are {', '.join(ARCHITECTURES)}")
+            supported = " and ".join(ARCHITECTURES)
+            raise UserError(f"config.json architectures={architecture!r}: only {supported} are supported; use another checkpoint")
         kind = rope_parameters.get("rope_type", rope_parameters.get("type", "default"))
         if kind != "default":
-            raise ValueError(f"config.json rope_type={kind!r}: only 'default' is supported")
+            raise UserError(f"config.json rope_type={kind!r}: only 'default' is supported; use another checkpoint")
         for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
             if config.get(key):
-                raise ValueError(f"config.json {key}={config[key]!r}: only false is supported")
+                raise UserError(f"config.json {key}={config[key]!r}: only false is supported; use another checkpoint")
         return cls(
             shape=ModelShape.from_hf(config),
             architecture=architecture,

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pipeline.layout import ModelShape, num_leaves, split_evenly, tree_nodes
+from kernels import reduce
+from pipeline.layout import ModelShape, num_leaves, split_evenly
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +40,7 @@ class Axis:
     @property
     def nodes(self) -> list[list[tuple[int, int]]]:
         """Maximal tree nodes of each rank."""
-        return [tree_nodes(self.count, a, b) for a, b in self.ranges]
+        return [reduce.nodes(self.count, a, b) for a, b in self.ranges]
 
 
 @dataclass

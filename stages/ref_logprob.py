@@ -34,7 +34,7 @@ def rank_main(args: dict[str, Any]) -> dict[str, Any]:
     results = ranks.ResponseArrays(len(rollout.logprobs), ("logprobs",))
     started = time.perf_counter()
     forwards = 0
-    size = layout.micro_batch if layout.packing else 1
+    size = layout.samples_per_forward
     with torch.no_grad():
         for indices in micro_batches(owned_samples(len(samples), mesh.shape.dp, mesh.d), size, len(samples), mesh.shape.dp):
             batch = pack([samples[i] for i in indices], cfg.numerics.token_leaf, mesh.shape.cp, mesh.c)

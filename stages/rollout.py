@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import UserError
 from pipeline.evidence.readbacks import stage_mesh
 from pipeline.layout import owned_samples
 from stages import entry
+
+if TYPE_CHECKING:
+    from pipeline.records import Prompt
+    from stages.engine import Completion, Request
 
 
 def main(job: entry.Job) -> None:
@@ -82,23 +86,7 @@ def write_rollout(job: entry.Job, requests: list, completions: list, folder: Pat
     )
     rollout.save(folder)
     rows = zip(requests, completions, texts, rollout.rewards.tolist())
-    finish_reasons = ("eos", "length")
-    write_jsonl(
-        folder / "completions.jsonl",
-        [
-            {
-                "prompt_id": r.prompt_id,
-                "sample": r.sample,
-                "prompt": prompts[r.prompt_id].prompt,
-                "answer": prompts[r.prompt_id].answer,
-                "completion": text,
-                "reward": score,
-                "num_tokens": len(c.token_ids),
-                "finish_reason": finish_reasons[c.finish],
-            }
-            for r, c, text, score in rows
-        ],
-    )
+    write_jsonl(folder / "completions.jsonl", [text_row(prompts[r.prompt_id], r, c, text, score) for r, c, text, score in rows])
     summary = {
         "tokens_sha256": tokens_sha256(vars(rollout)),
         "completions_sha256": sha256_file(folder / "completions.jsonl"),
@@ -108,6 +96,20 @@ def write_rollout(job: entry.Job, requests: list, completions: list, folder: Pat
         "metrics": rollout_metrics(rollout, job.cfg.sampling.samples_per_prompt),
     }
     write_json(folder / "summary.json", summary)
+
+
+def text_row(prompt: Prompt, request: Request, completion: Completion, text: str, score: float) -> dict[str, Any]:
+    """A line of completions.jsonl: one sample, for people."""
+    return {
+        "prompt_id": request.prompt_id,
+        "sample": request.sample,
+        "prompt": prompt.prompt,
+        "answer": prompt.answer,
+        "completion": text,
+        "reward": score,
+        "num_tokens": len(completion.token_ids),
+        "finish_reason": ("eos", "length")[completion.finish],
+    }
 
 
 def rollout_metrics(rollout, samples_per_prompt: int) -> dict[str, float]:

@@ -88,7 +88,7 @@ def plan_updates(samples: list[Sample], cfg: Config, mesh: Mesh) -> list[Update]
     from stages.batch import pack
 
     count = len(samples) // cfg.objective.num_updates
-    shape, size = mesh.shape, cfg.layout.micro_batch if cfg.layout.packing else 1
+    shape, size = mesh.shape, cfg.layout.samples_per_forward
     own = micro_batches(owned_samples(count, shape.dp, mesh.d), size, count, shape.dp)
     updates = []
     for first in range(0, len(samples), count):

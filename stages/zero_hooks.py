@@ -52,7 +52,13 @@ def check() -> None:
         DeepSpeedZeroOptimizer: ("scaled_global_norm",),
         DeepSpeedZeroOptimizer_Stage3: ("_get_norm_groups", "unscale_and_clip_grads", "get_local_fp32_param", "set_local_hp_param"),
         deepspeed.ops: ("__compatible_ops__",),
-        deepspeed.utils: ("safe_set_full_grad", "safe_set_local_grad", "safe_get_local_fp32_param"),
+        deepspeed.utils: (
+            "safe_set_full_grad",
+            "safe_set_local_grad",
+            "safe_get_local_fp32_param",
+            "safe_get_local_optimizer_state",
+            "safe_set_local_optimizer_state",
+        ),
     }
     missing = [f"{owner.__name__}.{name}" for owner, names in hooked.items() for name in names if not hasattr(owner, name)]
     if missing:

@@ -171,7 +171,7 @@ def write_sidecars(files: RunFiles, cfg: Config, iteration: int) -> None:
     mesh, count = stage_mesh(cfg.layout, "train"), len(responses) // files.num_updates
     for rank in range(mesh.world_size):
         _, c, d = mesh.coordinates(rank)
-        size = cfg.layout.micro_batch if cfg.layout.packing else 1
+        size = cfg.layout.samples_per_forward
         batches = micro_batches(owned_samples(count, mesh.dp, d), size, count, mesh.dp)
         calls = [[u * count + i for i in batch] for u in range(files.num_updates) for batch in batches]
         for call, batch in enumerate(calls):

@@ -281,3 +281,38 @@ def test_token_hash_is_that_of_the_rollout_record(experiment):
         "sha256": tokens_sha256(vars(rollout)), "sample_count": 4, "token_count": 23,
     }  # fmt: skip
     assert sha256_tensor(rollout.tokens) == read_evidence(experiment.files(ORACLE)).link(1, "tokens").parts["tokens"]
+
+
+def _in_metrics(change):
+    return lambda files: edit_json(files.iteration(1) / "train/metrics.json", change)
+
+
+EVERYWHERE = {  # what every run lacks is equal in all of them, and still no evidence
+    "gradient norm": (_in_metrics(lambda content: content["0"].pop("train/grad_norm")), "has no train/grad_norm of step 0"),
+    "loss": (_in_metrics(lambda content: content["0"].pop("train/loss")), "has no train/loss of step 0"),
+    "not a number": (_in_metrics(lambda content: content["0"].update({"train/loss": "low"})), "metrics.json cannot be read"),
+    "rollout metrics": (lambda files: edit_json(files.iteration(1) / "rollout/summary.json", lambda c: c.pop("metrics")), "has no metrics"),
+    "entropies": (
+        lambda files: edit_arrays(files.iteration(1) / "train/logprobs.safetensors", lambda a: a.pop("entropy")),
+        "has no entropy",
+    ),
+    "a gradient": (
+        lambda files: edit_json(files.iteration(1) / "train/hashes.json", lambda c: c["gradients"].pop("model.norm.weight")),
+        "are not of the same tensors (the first: model.norm.weight)",
+    ),
+    "precision": (
+        lambda files: edit_arrays(
+            files.iteration(1) / "rollout/completions.safetensors", lambda a: a.update(logprobs=a["logprobs"].astype(np.float64))
+        ),
+        "rollout is float64",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_what_every_run_lacks_is_a_difference(experiment, name):
+    damage, said = EVERYWHERE[name]
+    for key in experiment.configs:
+        damage(experiment.files(key))
+    record = comparison_of(experiment)
+    assert record["verdict"] == "different" and said in " ".join(record["reasons"]), record["reasons"]

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from kernels import reduce
 from pipeline.layout import (
     MeshShape,
     ModelShape,
@@ -16,7 +17,6 @@ from pipeline.layout import (
     split_evenly,
     split_leaves,
     tile_owner,
-    tree_nodes,
 )
 
 TINY = ModelShape(num_layers=2, hidden=96, intermediate=192, num_heads=24, num_kv_heads=12, head_dim=8, vocab=320)
@@ -66,12 +66,12 @@ def test_nodes_of_a_range_are_maximal_and_cover_it(n):
     every = subtree(0, n)
     for a in range(n):
         for b in range(a, n + 1):
-            nodes = tree_nodes(n, a, b)
+            nodes = reduce.nodes(n, a, b)
             assert set(nodes) <= every
             assert [leaf for lo, hi in nodes for leaf in range(lo, hi)] == list(range(a, b))
             inside = {node for node in every if a <= node[0] and node[1] <= b}
             assert all(not any(big[0] <= lo and hi <= big[1] and big != (lo, hi) for big in inside) for lo, hi in nodes)
-    assert tree_nodes(n, 0, n) == [(0, n)] and tree_nodes(0, 0, 0) == []
+    assert reduce.nodes(n, 0, n) == [(0, n)] and reduce.nodes(0, 0, 0) == []
 
 
 @pytest.mark.parametrize("cp", [1, 2, 3, 4])

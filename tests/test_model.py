@@ -6,6 +6,7 @@ import pytest
 import torch
 from small_models import NUMERICS, ours, reference
 
+from pipeline.errors import UserError
 from stages.batch import Sample, pack
 from stages.model import ModelConfig
 
@@ -49,7 +50,7 @@ def test_logprobs_entropy_and_gradients_match_transformers(architecture, tied, c
 )
 def test_a_model_that_is_not_ours_is_refused(key, value):
     _, config = reference("LlamaForCausalLM", True)
-    with pytest.raises(ValueError, match="config.json"):
+    with pytest.raises(UserError, match="config.json"):
         ModelConfig.from_hf({**config, "rope_parameters": None, key: value})
 
 

@@ -7,6 +7,7 @@ Shape legend: M tokens, D hidden, H heads, F intermediate.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -261,11 +262,8 @@ def main(folder: Path, jobs: list[dict]) -> int:
 
     DeepSpeed is imported once; each job forks its ranks, before any thread pool exists. Returns the worst exit status.
     """
-    import deepspeed
-    import deepspeed.ops
-    import deepspeed.runtime.zero.muon.muon_optimizer
-    import deepspeed.runtime.zero.stage3  # noqa: F401
-    import torch._dynamo  # noqa: F401
+    for name in ("deepspeed.ops", "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.runtime.zero.stage3", "torch._dynamo"):
+        importlib.import_module(name)
 
     worst = 0
     for job in jobs:

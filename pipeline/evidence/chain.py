@@ -7,13 +7,14 @@ Gradients live only as the hashes that the trainer took (`hashes.json`).
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pipeline.digest import float_hex, hash_safetensors, read_json, sha256_json, tensors_digest
+from pipeline.digest import hash_safetensors, sha256_json, tensors_digest
+from pipeline.evidence.recorded import hexes, read_metrics, read_object, read_summary
 from pipeline.paths import Paths
 
 # Causal order inside an iteration; `None` marks where the optimizer steps come, each with STEP_QUANTITIES.
@@ -23,6 +24,7 @@ QUANTITIES = (
 )  # fmt: skip
 STEP_QUANTITIES = ("metrics", "gradients", "gradient_norm")
 GRADIENT_NORM = "train/grad_norm"
+REQUIRED_METRICS = ("train/loss", GRADIENT_NORM, "train/step")  # a step that does not report these proves nothing
 
 
 @dataclass(frozen=True)
@@ -145,12 +147,9 @@ class _Reader:
             self._problem(path, error)
             return {}
 
-    def json(self, path: Path) -> dict[str, Any]:
+    def json(self, path: Path, read: Callable[[Path], dict[str, Any]] = read_object) -> dict[str, Any]:
         try:
-            content = read_json(path)
-            if not isinstance(content, dict):
-                raise ValueError(f"holds no object but a {type(content).__name__}")
-            return content
+            return read(path)
         except (OSError, ValueError) as error:
             self._problem(path, error)
             return {}
@@ -161,6 +160,9 @@ class _Reader:
         if text not in self.problems:
             self.problems.append(text)
 
+    def _lacks(self, path: Path, what: str) -> None:
+        self.problems.append(f"{relative(path, self.files.project)} has no {what}")
+
     def add(self, iteration: int, quantity: str, path: Path | None, parts: Mapping[str, str], step: int | None = None) -> None:
         """A link of all the parts there are."""
         self.links.append(Link(iteration, quantity, dict(parts), step, path))
@@ -169,7 +171,7 @@ class _Reader:
         """A link of some tensors of a file, part=tensor name; one that the file lacks is left out and reported."""
         picked = {part: parts[tensor] for part, tensor in tensors.items() if tensor in parts}
         if parts and (absent := [tensor for tensor in tensors.values() if tensor not in parts]):
-            self.problems.append(f"{relative(path, self.files.project)} has no {', '.join(absent)}")
+            self._lacks(path, ", ".join(absent))
         self.links.append(Link(iteration, quantity, picked, None, path, tensors))
 
     def iteration(self, number: int) -> None:
@@ -183,7 +185,10 @@ class _Reader:
         path = folder / "ref_logprob" / "ref.safetensors"
         self.pick(number, "reference_logprob", path, self.tensors(path), logprobs="logprobs")
         self._train(number, folder / "train")
-        summary = self.json(folder / "rollout" / "summary.json")
+        path = folder / "rollout" / "summary.json"
+        summary = self.json(path, read_summary)
+        if summary and not summary.get("metrics"):
+            self._lacks(path, "metrics")
         self.add(number, "rollout_metrics", None, hexes(summary.get("metrics", {})))
         self._steps(number, folder / "train")
         self._next_version(number + 1, number)
@@ -202,17 +207,22 @@ class _Reader:
         self.pick(number, "advantages", path, stored, advantages="advantages")
 
     def _steps(self, number: int, folder: Path) -> None:
-        metrics, hashes = self.json(folder / "metrics.json"), self.json(folder / "hashes.json")
+        metrics, hashes = self.json(folder / "metrics.json", read_metrics), self.json(folder / "hashes.json")
         updates = updates_of(hashes)
         for i, step in enumerate(self.files.steps(number)):
             values = metrics.get(str(step), {})
             if metrics and not values:
-                self.problems.append(f"{relative(folder, self.files.project)}/metrics.json has no step {step}")
+                self._lacks(folder / "metrics.json", f"step {step}")
+            # what every run lacks would be equal in all of them
+            for name in REQUIRED_METRICS if values else ():
+                if name not in values:
+                    self._lacks(folder / "metrics.json", f"{name} of step {step}")
             forward = {name: value for name, value in values.items() if name != GRADIENT_NORM}
             self.add(number, "metrics", None, hexes(forward), step=step)
-            gradients = updates[i].get("gradients", {}) if i < len(updates) else {}
+            gradients = updates[i].get("gradients") if i < len(updates) else None
+            gradients = gradients if isinstance(gradients, dict) else {}
             if hashes and not gradients:
-                self.problems.append(f"{relative(folder, self.files.project)}/hashes.json has no gradients of step {step}")
+                self._lacks(folder / "hashes.json", f"gradients of step {step}")
             self.add(number, "gradients", None, gradients, step=step)
             norm = {GRADIENT_NORM: values[GRADIENT_NORM]} if GRADIENT_NORM in values else {}
             self.add(number, "gradient_norm", None, hexes(norm), step=step)
@@ -237,11 +247,8 @@ def read_evidence(files: RunFiles, cache: dict | None = None) -> Evidence:
 
 def updates_of(hashes: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What hashes.json holds per optimizer step: the list `updates`, or the file itself when there is only one step."""
-    return hashes.get("updates") or [dict(hashes)]
-
-
-def hexes(metrics: Mapping[str, float | str]) -> dict[str, str]:
-    return {name: float_hex(value) for name, value in metrics.items()}
+    updates = hashes.get("updates") or [dict(hashes)]
+    return updates if isinstance(updates, list) and all(isinstance(update, dict) for update in updates) else []
 
 
 def relative(path: Path, project: Path) -> str:

@@ -97,6 +97,8 @@ def find_reasons(runs: Sequence[RunRecord], evidence: list[Evidence], difference
     reasons = [difference["text"]] if difference else []
     for run, own in zip(runs, evidence):
         errors = run.validation["errors"]
+        if run.validation["run_id"] != run.files.key:
+            reasons.append(f"validation of {run.files.key} is that of {run.validation['run_id']}")
         if not run.validation["passed"]:
             more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
             reasons.append(f"validation of {run.files.key} failed: {errors[0] if errors else 'no reason given'}{more}")

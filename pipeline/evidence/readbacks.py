@@ -52,7 +52,7 @@ def stage_mesh(layout: Any, stage: str) -> MeshShape:
 
 def count_micro_batches(layout: Any, num_samples: int) -> int:
     """Forwards that one pass over `num_samples` samples takes, the same on every rank."""
-    size = layout.micro_batch if layout.packing else 1
+    size = layout.samples_per_forward
     return len(micro_batches(owned_samples(num_samples, layout.dp, 0), size, num_samples, layout.dp))
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.digest import read_json
 from pipeline.evidence.chain import RunFiles
+from pipeline.evidence.recorded import read_metrics, read_summary, recorded_object
 from pipeline.records import tokens_sha256
 
 MAX_COMPLETIONS = 8  # per iteration; the rest is in completions.jsonl
@@ -19,8 +19,8 @@ def steps(files: RunFiles) -> dict[str, dict[str, Any]]:
     result: dict[str, dict[str, Any]] = {}
     for iteration in range(1, files.iterations + 1):
         folder = files.iteration(iteration)
-        metrics = _json(folder / "train" / "metrics.json")
-        rollout = _json(folder / "rollout" / "summary.json").get("metrics", {})
+        metrics = recorded_object(folder / "train" / "metrics.json", read_metrics)
+        rollout = recorded_object(folder / "rollout" / "summary.json", read_summary).get("metrics", {})
         for step in files.steps(iteration):
             result[str(step)] = {**metrics.get(str(step), {}), **(rollout if step == files.steps(iteration)[0] else {})}
     return result
@@ -65,10 +65,3 @@ def completions(files: RunFiles) -> list[dict[str, Any]]:
         except (OSError, ValueError):
             continue
     return rows
-
-
-def _json(path: Any) -> dict[str, Any]:
-    try:
-        return read_json(path)
-    except (OSError, ValueError):
-        return {}

@@ -14,6 +14,7 @@ import numpy as np
 from pipeline.digest import float_hex, read_json, sha256_file, tensors_digest, write_json
 from pipeline.evidence.chain import GRADIENT_NORM, Evidence, RunFiles, read_evidence, relative, updates_of
 from pipeline.evidence.readbacks import count_micro_batches, read_frameworks, stage_mesh
+from pipeline.evidence.recorded import read_metrics, recorded_object, value_at
 from pipeline.evidence.sidecars import SidecarComparison, count_unequal
 from pipeline.layout import layout_name
 from pipeline.records import tokens_sha256
@@ -29,9 +30,9 @@ EAGER = {"applicable": False, "reason": "the CPU engine runs every step eagerly;
 def validate(cfg: Any, files: RunFiles, evidence: Evidence | None = None) -> dict[str, Any]:
     """The validation record of one run. cfg: the run's whole configuration (`pipeline.config.Config` or its OmegaConf form)."""
     evidence = evidence or read_evidence(files)
-    rollouts = {i: _arrays(files, i) for i in range(1, files.iterations + 1)}
+    errors = [*evidence.problems, *check_hashes(evidence), *check_gradients(evidence), *check_model_files(files)]
+    rollouts = {i: _arrays(files, i, errors) for i in range(1, files.iterations + 1)}
     complete = {i: arrays for i, arrays in rollouts.items() if arrays is not None}
-    errors = [*evidence.problems, *check_hashes(evidence), *check_model_files(files)]
     for iteration, arrays in complete.items():
         errors += check_iteration(cfg, files, iteration, arrays)
     lengths = {i: (a["lengths"] - a["prompt_lengths"]).tolist() for i, a in complete.items()}
@@ -73,8 +74,8 @@ def check_schema(name: str, instance: Any) -> None:
     jsonschema.validate(instance, read_json(Path(__file__).parent / "schemas" / f"{name}.schema.json"))
 
 
-def _arrays(files: RunFiles, iteration: int) -> dict[str, np.ndarray] | None:
-    """Arrays of an iteration, logprobs as rollout, reference, old, current; None when a file is missing (evidence names it)."""
+def _arrays(files: RunFiles, iteration: int, errors: list[str]) -> dict[str, np.ndarray] | None:
+    """Arrays of an iteration, logprobs as rollout, reference, old, current; None, and an error, when they cannot be checked."""
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
@@ -85,8 +86,15 @@ def _arrays(files: RunFiles, iteration: int) -> dict[str, np.ndarray] | None:
         arrays["reference"] = load_file(folder / "ref_logprob" / "ref.safetensors")["logprobs"]
         train = load_file(folder / "train" / "logprobs.safetensors")
         needed = ("tokens", "lengths", "prompt_lengths", "prompt_ids", "sample_index", "finish", "rewards")
-        return {**{name: arrays[name] for name in (*needed, "rollout", "reference")}, "old": train["old"], "current": train["current"]}
-    except (OSError, ValueError, KeyError, SafetensorError):
+        arrays = {**{name: arrays[name] for name in (*needed, "rollout", "reference")}, "old": train["old"], "current": train["current"]}
+        for name, array in arrays.items():
+            wanted = np.float32 if name in ("rollout", "reference", "old", "current", "rewards") else np.int32
+            if array.dtype != wanted or array.ndim != 1:  # compared as 32-bit patterns, one a token or sample
+                raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, expected a row of {np.dtype(wanted)}")
+        return arrays
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        reason = "a file is missing" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"
+        errors.append(f"i{iteration:04d}: logprobs and tokens were not compared ({reason})")
         return None
 
 
@@ -111,20 +119,10 @@ def check_hashes(evidence: Evidence) -> list[str]:
         if link.iteration == 0:
             continue
         path = files.iteration(link.iteration) / "train" / "hashes.json"
-        recorded = _recorded(path, (link.quantity,))  # beside the gradients it may repeat what is stored; then it must be right
+        recorded = value_at(path, (link.quantity,))  # beside the gradients it may repeat what is stored; then it must be right
         if recorded is not None and recorded not in (link.parts, *link.parts.values()):
             errors.append(f"{relative(path, files.project)}: {link.quantity} is not the hash of the stored bytes")
     return errors
-
-
-def _recorded(path: Path, keys: tuple[str, ...]) -> Any:
-    try:
-        value = read_json(path)
-        for key in keys:
-            value = value[key]
-        return value
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _sha256(path: Path) -> str | None:
@@ -132,6 +130,19 @@ def _sha256(path: Path) -> str | None:
         return sha256_file(path)
     except OSError:
         return None
+
+
+def check_gradients(evidence: Evidence) -> list[str]:
+    """A gradient hash for every tensor that was trained, and for no other: what all runs lack would be equal in all of them."""
+    errors = []
+    for link in evidence.links:
+        weights = evidence.link(link.iteration, "weights")
+        if link.quantity == "gradients" and link.parts and weights and set(link.parts) != set(weights.parts):
+            name = min(set(link.parts) ^ set(weights.parts))
+            errors.append(
+                f"i{link.iteration:04d}: gradients of step {link.step} and weights are not of the same tensors (the first: {name})"
+            )
+    return errors
 
 
 def check_model_files(files: RunFiles) -> list[str]:
@@ -146,10 +157,10 @@ def check_model_files(files: RunFiles) -> list[str]:
 
 
 def _compare_recorded(path: Path, prefix: str, parts: dict[str, str], files: RunFiles) -> list[str]:
-    recorded, place = _recorded(path, ("sha256",)), relative(path, files.project)
+    recorded, place = value_at(path, ("sha256",)), relative(path, files.project)
     if not isinstance(recorded, dict):
         return [f"{place}: no sha256 to hold the stored bytes against"]
-    if _recorded(path, ("digest",)) != tensors_digest(recorded):
+    if value_at(path, ("digest",)) != tensors_digest(recorded):
         return [f"{place}: digest is not that of its sha256"]
     recorded = {name: sha for name, sha in recorded.items() if name.startswith(prefix)}
     stored = {f"{prefix}{name}": sha for name, sha in parts.items()}
@@ -174,7 +185,7 @@ def check_iteration(cfg: Any, files: RunFiles, iteration: int, arrays: dict[str,
     expect("number of tokens", len(arrays["tokens"]), int(arrays["lengths"].sum()))
     for name in ("rollout", "reference", "old", "current"):
         expect(f"number of {name} logprobs", len(arrays[name]), responses)
-    summary = _recorded(files.iteration(iteration) / "rollout" / "summary.json", ()) or {}
+    summary = recorded_object(files.iteration(iteration) / "rollout" / "summary.json")
     expect("tokens_sha256 of the rollout's summary", summary.get("tokens_sha256"), tokens_sha256(arrays))
     expect(
         "sha256 of completions.jsonl",
@@ -184,14 +195,14 @@ def check_iteration(cfg: Any, files: RunFiles, iteration: int, arrays: dict[str,
     expect("weight_version of the rollout", summary.get("weight_version"), f"weight_v{iteration:06d}")
     expect("sample_count", summary.get("sample_count"), num_samples)
     expect("token_count", summary.get("token_count"), len(arrays["tokens"]))
-    metrics = _recorded(files.iteration(iteration) / "train" / "metrics.json", ()) or {}
+    metrics = recorded_object(files.iteration(iteration) / "train" / "metrics.json", read_metrics)
     steps = [str(step) for step in files.steps(iteration)]
     expect("optimizer steps in metrics.json", sorted(metrics, key=int), steps)
     for step in steps:
         expect(f"train/step of step {step}", metrics.get(step, {}).get("train/step"), int(step))
-    state = _recorded(files.state(iteration + 1) / "step.json", ()) or {}
+    state = recorded_object(files.state(iteration + 1) / "step.json")
     expect(f"step in {relative(files.state(iteration + 1) / 'step.json', files.project)}", state.get("step"), iteration * files.num_updates)
-    updates = updates_of(_recorded(files.iteration(iteration) / "train" / "hashes.json", ()) or {})
+    updates = updates_of(recorded_object(files.iteration(iteration) / "train" / "hashes.json"))
     for step, update in zip(steps, updates, strict=False):  # an absent one is the evidence's to report
         if "grad_norm_hex" in update and GRADIENT_NORM in metrics.get(step, {}):
             expect(f"grad_norm_hex of step {step}", update["grad_norm_hex"], float_hex(metrics[step][GRADIENT_NORM]))
@@ -202,7 +213,7 @@ def scalar_rows(files: RunFiles, complete: dict[int, dict[str, np.ndarray]]) -> 
     """What the trainer itself counted, step by step, and whether the stored arrays say the same."""
     rows, errors = [], []
     for iteration, arrays in complete.items():
-        metrics = _recorded(files.iteration(iteration) / "train" / "metrics.json", ()) or {}
+        metrics = recorded_object(files.iteration(iteration) / "train" / "metrics.json", read_metrics)
         own = [_row(int(step), values) for step, values in metrics.items() if NUMEL in values and MISMATCH in values]
         own.sort(key=lambda row: row["step"])
         rows += own
