@@ -17,7 +17,7 @@ def download_modelscope(checkpoint: Checkpoint, download: Path) -> None:
     """
     repo = check_pinned(checkpoint)
     try:
-        from modelscope.hub.snapshot_download import snapshot_download
+        from modelscope.hub.snapshot_download import snapshot_download  # pyright: ignore[reportMissingImports]  # an optional extra
     except ImportError as error:
         raise MissingPrerequisite(
             "checkpoint.source=modelscope: the package modelscope is not installed; run pip install modelscope"
