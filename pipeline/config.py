@@ -14,6 +14,8 @@ from typing import Any, cast
 
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 
+from pipeline.digest import sha256_json
+
 
 # --- experiment: every key here is part of the experiment digest -------------------------------------------------------------
 @dataclass
@@ -198,9 +200,7 @@ def execution_half(cfg: Config) -> dict[str, Any]:
 
 def experiment_digest(cfg: Config) -> str:
     """sha256 over the canonical JSON of the experiment half: equal digests must end in equal results."""
-    from pipeline.digest import canonical_json  # numpy: not needed to answer --help
-
-    return hashlib.sha256(canonical_json(experiment_half(cfg)).encode()).hexdigest()
+    return sha256_json(experiment_half(cfg))
 
 
 def flatten(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Canonical bytes and their sha256: the one definition of "equal" that every stage, report and verifier uses.
 
-Only the standard library and numpy; a torch tensor is accepted by its own methods, so torch is never imported here.
+Only the standard library at import, as every stage's client reads this: a numpy or torch value means that its library is loaded already.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 _CHUNK = 1 << 22
 _SAFETENSORS_NAMES = {"BOOL": "bool", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
@@ -36,7 +34,8 @@ def canonical_json(obj: Any) -> str:
 
 
 def _plain(obj: Any) -> Any:
-    if isinstance(obj, np.generic):
+    np = sys.modules.get("numpy")
+    if np is not None and isinstance(obj, np.generic):
         obj = obj.item()
     if isinstance(obj, float) and not math.isfinite(obj):
         return "NaN" if math.isnan(obj) else "Infinity" if obj > 0 else "-Infinity"
@@ -123,7 +122,8 @@ def sha256_tensor(tensor: Any) -> str:
 
     +0 and -0 differ, and so do NaNs of different payload: the claim is about bytes.
     """
-    if isinstance(tensor, np.ndarray | np.generic):
+    np = sys.modules.get("numpy")
+    if np is not None and isinstance(tensor, np.ndarray | np.generic):
         array = np.asarray(tensor)
         dtype = array.dtype.name
         if array.dtype.byteorder == ">" or (array.dtype.byteorder == "=" and not np.little_endian):

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from pipeline.config import Checkpoint, Data
+from pipeline.digest import sha256_file
 from pipeline.errors import MissingPrerequisite, UserError
 
 PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
@@ -51,8 +52,6 @@ def _local(checkpoint: Checkpoint, root: Path) -> None:
     except ValueError as error:
         raise UserError(f"checkpoint.repo={checkpoint.repo}: config.json is not JSON ({error}); repair or copy it again") from None
     if checkpoint.sha256 and (folder / "model.safetensors").exists():
-        from pipeline.digest import sha256_file  # numpy: not needed to answer --help
-
         found = sha256_file(folder / "model.safetensors")
         if found != checkpoint.sha256:
             text = f"checkpoint.sha256={checkpoint.sha256}: {checkpoint.repo}/model.safetensors has {found}"

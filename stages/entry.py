@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -44,7 +45,7 @@ class Job:
         """What a rank needs to make this job again."""
         return {"stage": self.stage, "key": self.key, "iteration": self.iteration}
 
-    @property
+    @cached_property
     def cfg(self) -> Config:
         return self.registry.run(self.key)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kernels import rope
 from pipeline.errors import UserError
-from pipeline.evidence.readbacks import BACKEND_IDS
+from pipeline.evidence.readbacks import BACKEND_IDS, MODULES, expected_implementation
 from pipeline.layout import ModelShape
 from stages.batch import TokenBatch
 from stages.lockstep_ops import LockstepOps, embed, norm, rotate
@@ -211,8 +211,7 @@ class CausalLM(nn.Module):
 
 def implementations(case: str, side: str) -> dict[str, str]:
     """Kernels of each module on one side ("training" or "rollout") of a case such as "R/P"."""
-    letter = case.split("/")[0 if side == "training" else 1]
-    return dict.fromkeys(("attention", "ffn", "logp"), "lockstep" if letter == "R" else "torch")
+    return dict.fromkeys(MODULES, expected_implementation(case, side))
 
 
 def inverse_temperature(temperature: float) -> float:

@@ -36,7 +36,8 @@ def rank_main(args: dict[str, Any]) -> dict[str, Any]:
     engine = LockstepEngine(model, set(stop_token_ids(job.checkpoint)), cfg.layout.rollout.batch_size)
     engine.load_weights(read_weights(step.weights_in), step.version_in)
     loaded = time.perf_counter()
-    requests = [Request(p.prompt_id, k, p.token_ids) for p in job.prompts() for k in range(cfg.sampling.samples_per_prompt)]
+    prompts = job.prompts()
+    requests = [Request(p.prompt_id, k, p.token_ids) for p in prompts for k in range(cfg.sampling.samples_per_prompt)]
     check_room(max(len(r.token_ids) for r in requests), cfg.sampling.max_new_tokens, model.config.max_positions)
     own = owned_samples(len(requests), mesh.shape.dp, mesh.d)
     completions = engine.generate(requests[own.start : own.stop], cfg.sampling, cfg.seed, step.iteration)
@@ -44,7 +45,7 @@ def rank_main(args: dict[str, Any]) -> dict[str, Any]:
     ranks.write_readback(Path(args["readbacks"]), model, mesh, "rollout", {"forwards": engine.forwards, "backwards": 0})
     completions = ranks.gather_objects(mesh, completions)
     if mesh.rank == 0:
-        write_rollout(job, requests, completions, Path(args["folder"]))
+        write_rollout(job, prompts, requests, completions, Path(args["folder"]))
     return {"update_weights_time": loaded - started, "rollout_time": generated - loaded, "peak_memory": ranks.peak_memory()}
 
 
@@ -57,7 +58,7 @@ def check_room(longest_prompt: int, max_new_tokens: int, max_positions: int) -> 
         )
 
 
-def write_rollout(job: entry.Job, requests: list, completions: list, folder: Path) -> None:
+def write_rollout(job: entry.Job, asked: list[Prompt], requests: list[Request], completions: list[Completion], folder: Path) -> None:
     """The arrays for the trainer, the text for people, and the summary for the comparison."""
     import numpy as np
     from transformers import AutoTokenizer
@@ -67,7 +68,7 @@ def write_rollout(job: entry.Job, requests: list, completions: list, folder: Pat
     from stages.rewards import reward
 
     tokenizer = AutoTokenizer.from_pretrained(job.checkpoint)
-    prompts = {p.prompt_id: p for p in job.prompts()}
+    prompts = {p.prompt_id: p for p in asked}
     texts = [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
     rewards = [reward(job.cfg.data.reward, t, c.token_ids, prompts[r.prompt_id].answer) for r, c, t in zip(requests, completions, texts)]
 

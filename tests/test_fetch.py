@@ -263,11 +263,41 @@ def test_seeded_needs_seed_and_architecture(tmp_path: Path, changes: dict[str, A
 
 
 # --- gguf -----------------------------------------------------------------------------------------------------------------------
-def small_gguf(path: Path) -> dict[str, np.ndarray]:
-    """A llama GGUF with a byte vocabulary, q and k in GGUF's order of rows; returns the tensors in Hugging Face's order."""
+def write_gguf(path: Path, stored: dict[str, np.ndarray]) -> None:
+    """The tensors as a llama file, with a tokenizer of bytes and one merge."""
     from gguf import GGUFWriter
 
     from stages.byte_tokenizer import byte_symbols
+
+    writer = GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(16)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(24)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_rope_dimension_count(4)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(260)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list([*byte_symbols(), "ab", "<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    writer.add_token_types([1] * 257 + [3] * 3)
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(259)
+    writer.add_pad_token_id(259)
+    writer.add_chat_template("{{ messages[0]['content'] }}")
+    for key, tensor in stored.items():
+        writer.add_tensor(f"{key}.weight", tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def small_gguf(path: Path) -> dict[str, np.ndarray]:
+    """A llama GGUF with a byte vocabulary, q and k in GGUF's order of rows; returns the tensors in Hugging Face's order."""
 
     def permuted(w: np.ndarray, heads: int) -> np.ndarray:
         return w.reshape(heads, 2, w.shape[0] // heads // 2, w.shape[1]).swapaxes(1, 2).reshape(w.shape)
@@ -307,31 +337,7 @@ def small_gguf(path: Path) -> dict[str, np.ndarray]:
         ("blk.0.attn_norm", "model.layers.0.input_layernorm", (16,)), ("blk.0.ffn_norm", "model.layers.0.post_attention_layernorm", (16,)),
     ):  # fmt: skip
         tensors[f"{name}.weight"] = stored[key] = random.standard_normal(shape).astype(np.float32)
-    writer = GGUFWriter(path, "llama")
-    writer.add_context_length(64)
-    writer.add_embedding_length(16)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(24)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_rope_dimension_count(4)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(260)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list([*byte_symbols(), "ab", "<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    writer.add_token_types([1] * 257 + [3] * 3)
-    writer.add_token_merges(["a b"])
-    writer.add_eos_token_id(259)
-    writer.add_pad_token_id(259)
-    writer.add_chat_template("{{ messages[0]['content'] }}")
-    for key, tensor in stored.items():
-        writer.add_tensor(f"{key}.weight", tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_gguf(path, stored)
     return tensors
 
 

@@ -63,6 +63,12 @@ def test_light_modules_leave_torch_out_of_the_process(module):
     assert done.stdout.strip() == ""
 
 
+@pytest.mark.parametrize("stage", ["rollout", "ref_logprob", "train"])
+def test_a_stages_client_does_not_even_load_numpy(stage):
+    script = f"import sys, stages.{stage}; print('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True).stdout == "False\n"
+
+
 def test_help_is_instant_and_imports_nothing_heavy():
     started = time.perf_counter()
     done = subprocess.run([sys.executable, "-X", "importtime", "-m", "pipeline", "--help"], cwd=ROOT, capture_output=True, text=True)
