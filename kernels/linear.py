@@ -17,7 +17,7 @@ from kernels import reduce
 from kernels.cpu import build
 
 
-def forward(x: Tensor, w: Tensor, leaf: int) -> Tensor:
+def forward(x: Tensor, w: Tensor, leaf: int, dtype: torch.dtype | None = None) -> Tensor:
     """fp32 x [M,K], w [N,K] -> x @ w.T [M,N]; leaves over K. Rows may be strided (x[:, a:b]). ValueError on other shapes or dtypes."""
     m, k, n = *_matrix("x", x), len(w)
     if _matrix("w", w) != (n, k) or leaf < 1:
@@ -27,7 +27,7 @@ def forward(x: Tensor, w: Tensor, leaf: int) -> Tensor:
     return y
 
 
-def input_grad(dy: Tensor, w: Tensor, leaf: int) -> Tensor:
+def input_grad(dy: Tensor, w: Tensor, leaf: int, dtype: torch.dtype | None = None) -> Tensor:
     """fp32 dy [M,N], w [N,K] -> dy @ w [M,K]; leaves over N. Strides and errors as in `forward`."""
     m, n, k = *_matrix("dy", dy), w.shape[-1]
     if _matrix("w", w) != (n, k) or leaf < 1:

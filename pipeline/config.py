@@ -10,11 +10,14 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, cast
-
-from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
+from typing import TYPE_CHECKING, Any, cast
 
 from pipeline.digest import sha256_json
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig, ListConfig
+
+MISSING: Any = "???"  # OmegaConf's mark of a value that has to be given; the classes below need no OmegaConf
 
 
 # --- experiment: every key here is part of the experiment digest -------------------------------------------------------------
@@ -95,6 +98,7 @@ class Optimizer:
 class Numerics:
     """Leaf sizes and scales: they fix the order of every sum, so they belong to the experiment."""
 
+    precision: str = "fp32"  # fp32 | bf16: storage of weights and activations; sums, master weights and logits are fp32 in both
     k_leaf: int = 128  # contraction axis of hidden and feed-forward sums (heads use leaves of head_dim)
     vocab_leaf: int = 1024  # vocabulary axis of logsumexp, entropy and the head's dX
     kv_leaf: int = 128  # keys per attention leaf, by absolute position
@@ -184,6 +188,8 @@ EXECUTION_KEYS = tuple(f.name for f in fields(Execution))
 
 def to_config(node: DictConfig | ListConfig | Mapping[Any, Any]) -> Config:
     """The typed configuration of composed YAML. Raises omegaconf's errors for an unknown key, a wrong type, a missing value."""
+    from omegaconf import OmegaConf
+
     merged = OmegaConf.merge(OmegaConf.structured(Config), node)
     return cast(Config, OmegaConf.to_object(merged))
 

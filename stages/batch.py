@@ -5,7 +5,7 @@ Shape legend: M local rows, R rows of the whole samples (all context-parallel ra
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -50,6 +50,11 @@ class TokenBatch:
     @property
     def num_rows(self) -> int:
         return len(self.token_ids)
+
+    def to(self, device: torch.device | str) -> TokenBatch:
+        """The same batch with its tensors on another device."""
+        tensors = {f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
+        return replace(self, **{name: x.to(device) for name, x in tensors.items()})
 
 
 def pack(samples: list[Sample], token_leaf: int, cp: int = 1, c: int = 0) -> TokenBatch:

@@ -62,7 +62,7 @@ def step(cfg: Config, folder: Path) -> Thunk:
     mesh = Mesh(MeshShape(1, 1, 1), 0)
     responses = [[1000 + (53 * i + 211 * j) % 40000 for j in range(NEW_TOKENS)] for i in range(SAMPLES)]
     samples = [Sample(i, torch.tensor([*prompt(i), *r]), PROMPT, i * NEW_TOKENS) for i, r in enumerate(responses)]
-    model = ranks.build_model(folder, mesh, cfg, implementations(cfg.kernels.case, "training"))
+    model = ranks.build_model(folder, mesh, cfg, implementations(cfg.kernels.case, "training"), trained=True)
     load_slices(model, read_weights(folder))
     trainer = Trainer(model, cfg.optimizer, mesh, 0, cfg.numerics, 1000)
     size = SAMPLES * NEW_TOKENS
@@ -116,7 +116,7 @@ def generate_transformers(cfg: Config, folder: Path, sequences: int) -> Thunk:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = torch.tensor([prompt(i) for i in range(sequences)])
     options = {"do_sample": True, "max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "pad_token_id": 0}
     return lambda: model.generate(ids, attention_mask=torch.ones_like(ids), **options)

@@ -21,16 +21,23 @@ class ExactGradients:
     Memory: 8 bytes an element from the first `buffer(name)` of a step until `finish(name)`.
     """
 
-    def __init__(self, named_shapes: Mapping[str, torch.Size | tuple[int, ...]], scale_log2: int, autograd_placeholder: bool = False):
+    def __init__(
+        self,
+        named_shapes: Mapping[str, torch.Size | tuple[int, ...]],
+        scale_log2: int,
+        autograd_placeholder: bool = False,
+        device: torch.device | str = "cpu",
+    ):
         self.shapes = {name: torch.Size(shape) for name, shape in named_shapes.items()}
         self.scale_log2 = scale_log2
         self.autograd_placeholder = autograd_placeholder
+        self.device = torch.device(device)
         self._buffers: dict[str, Tensor] = {}
 
     def buffer(self, name: str) -> Tensor:
         """int64 accumulator in units of 2^-scale_log2, zero at the first call of a step. KeyError for an unknown name."""
         if name not in self._buffers:
-            self._buffers[name] = torch.zeros(self.shapes[name], dtype=torch.int64)
+            self._buffers[name] = torch.zeros(self.shapes[name], dtype=torch.int64, device=self.device)
         return self._buffers[name]
 
     def touched(self, name: str) -> bool:

@@ -30,6 +30,10 @@ def _partials(axis: Axis, par: Parallel, compute) -> tuple[list, Tensor, int]:
     return axis.nodes, torch.stack([compute(a, b) for a, b in spans]), axis.count
 
 
+def _dx(dy: Tensor, w: Tensor, leaf: int) -> Tensor:
+    return linear.input_grad(dy, w, leaf, torch.float32)
+
+
 class _Column(Function):
     """Linears that share their input; their out-features are split over tensor-parallel ranks."""
 
@@ -37,20 +41,20 @@ class _Column(Function):
     def forward(ctx, par, tiles, leaf, axes, x, *weights):
         ctx.par, ctx.tiles, ctx.axes = par, tiles, axes
         ctx.save_for_backward(x, *weights)
-        return tuple(linear.forward(x, w, leaf) for w in weights)
+        return tuple(linear.forward(x, par.stored(w), leaf) for w in weights)
 
     @staticmethod
     def backward(ctx, *dys):
         x, *weights = ctx.saved_tensors
         par, parts = ctx.par, []
         for axis, w, dy in zip(ctx.axes, weights, dys):
-            dy = dy.contiguous()
+            dy, stored = dy.contiguous(), par.stored(w)
             _accumulate_linear(par, w, dy, x, ctx.tiles)
-            parts.append(_partials(axis, par, lambda a, b, dy=dy, w=w, axis=axis: linear.input_grad(dy[:, a:b], w[a:b], axis.leaf)))
+            parts.append(_partials(axis, par, lambda a, b, dy=dy, w=stored, axis=axis: _dx(dy[:, a:b], w[a:b], axis.leaf)))
         dx, *rest = collectives.tree_all_reduce(parts, par.mesh.tp_group)
         for r in rest:  # a fixed order of the linears: (q + k) + v, gate + up
             dx = dx + r
-        return None, None, None, None, dx, *(par.placeholder(w) for w in weights)
+        return None, None, None, None, dx.to(x.dtype), *(par.placeholder(w) for w in weights)
 
 
 class _Row(Function):
@@ -60,21 +64,22 @@ class _Row(Function):
     def forward(ctx, par, tiles, axis, leaf_out, x, w):
         ctx.par, ctx.tiles, ctx.leaf_out = par, tiles, leaf_out
         ctx.save_for_backward(x, w)
-        part = _partials(axis, par, lambda a, b: linear.forward(x[:, a:b], w[:, a:b], axis.leaf))
-        return collectives.tree_all_reduce([part], par.mesh.tp_group)[0]
+        stored = par.stored(w)
+        part = _partials(axis, par, lambda a, b: linear.forward(x[:, a:b], stored[:, a:b], axis.leaf, torch.float32))
+        return collectives.tree_all_reduce([part], par.mesh.tp_group)[0].to(x.dtype)
 
     @staticmethod
     def backward(ctx, dy):
         x, w = ctx.saved_tensors
         dy = dy.contiguous()
         _accumulate_linear(ctx.par, w, dy, x, ctx.tiles)
-        return None, None, None, None, linear.input_grad(dy, w, ctx.leaf_out), ctx.par.placeholder(w)
+        return None, None, None, None, linear.input_grad(dy, ctx.par.stored(w), ctx.leaf_out), ctx.par.placeholder(w)
 
 
 class _RMSNorm(Function):
     @staticmethod
     def forward(ctx, par, tiles, eps, x, w):
-        y, rstd = rms_norm.forward(x, w, eps)
+        y, rstd = rms_norm.forward(x, par.stored(w), eps)
         ctx.par, ctx.tiles = par, tiles
         ctx.save_for_backward(x, w, rstd)
         return y
@@ -82,9 +87,10 @@ class _RMSNorm(Function):
     @staticmethod
     def backward(ctx, dy):
         x, w, rstd = ctx.saved_tensors
-        with ctx.par.accumulator(w) as acc:
-            dx = rms_norm.backward(dy.contiguous(), x, w, rstd, acc, ctx.tiles, ctx.par.numerics.grad_scale_log2)
-        return None, None, None, dx, ctx.par.placeholder(w)
+        par = ctx.par
+        with par.accumulator(w) as acc:
+            dx = rms_norm.backward(dy.contiguous(), x, par.stored(w), rstd, acc, ctx.tiles, par.numerics.grad_scale_log2)
+        return None, None, None, dx, par.placeholder(w)
 
 
 class _Rope(Function):
@@ -113,7 +119,8 @@ class _Embedding(Function):
     @staticmethod
     def forward(ctx, par, ids, w):
         ctx.par, ctx.ids, ctx.weight = par, ids, w
-        return collectives.sum_disjoint(embedding.forward(ids, w, par.first_token_id), par.mesh.tp_group)
+        rows = embedding.forward(ids, w, par.first_token_id).float()  # bit patterns are added as 32-bit integers
+        return collectives.sum_disjoint(rows, par.mesh.tp_group).to(par.dtype)
 
     @staticmethod
     def backward(ctx, dx):
@@ -162,8 +169,10 @@ class _Logprob(Function):
     @staticmethod
     def forward(ctx, par, batch, inv_temp, h, w):
         n, axis, group = par.numerics, par.vocab, par.mesh.tp_group
-        nodes = axis.nodes
-        stats, target = logprob.partials(h, w, batch.head_targets, inv_temp, n.k_leaf, n.vocab_leaf, par.first_token_id, nodes[par.mesh.t])
+        nodes, stored = axis.nodes, par.stored(w)
+        stats, target = logprob.partials(
+            h, stored, batch.head_targets, inv_temp, n.k_leaf, n.vocab_leaf, par.first_token_id, nodes[par.mesh.t]
+        )
         stats = collectives.tree_all_reduce([(nodes, stats, axis.count, logprob.merge)], group)[0]
         logp, entropy, lse = logprob.finish(stats, collectives.sum_disjoint(target, group))
         ctx.par, ctx.batch, ctx.inv_temp = par, batch, inv_temp
@@ -177,12 +186,12 @@ class _Logprob(Function):
         nodes = par.vocab.nodes
         with par.accumulator(w) as acc:
             dh = logprob.backward(
-                h, w, batch.head_targets, lse, entropy, g_logp.contiguous(), g_entropy.contiguous(), ctx.inv_temp,
+                h, par.stored(w), batch.head_targets, lse, entropy, g_logp.contiguous(), g_entropy.contiguous(), ctx.inv_temp,
                 n.k_leaf, n.vocab_leaf, par.first_token_id, nodes[par.mesh.t],
                 acc, batch.head_tiles, n.grad_scale_log2,
             )  # fmt: skip
         dh = collectives.tree_all_reduce([(nodes, dh, par.vocab.count)], par.mesh.tp_group)[0]
-        return None, None, None, dh, par.placeholder(w)
+        return None, None, None, dh.to(h.dtype), par.placeholder(w)
 
 
 class LockstepOps:
@@ -218,7 +227,7 @@ class LockstepOps:
 
     def logits(self, h: Tensor, w: Tensor) -> Tensor:
         """h [M,K] -> the rank's slice of the logits [M,V]."""
-        return linear.forward(h, w, self.par.numerics.k_leaf)
+        return linear.forward(h, self.par.stored(w), self.par.numerics.k_leaf, torch.float32)
 
     def logprob_of(self, logits: Tensor, targets: Tensor, inv_temp: float) -> Tensor:
         """Whole logits [M,V], targets [M] -> logprobs [M], the same bits as `logprob`."""

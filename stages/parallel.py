@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from kernels import reduce
 from pipeline.layout import ModelShape, num_leaves, split_evenly
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from pipeline.config import Numerics
     from stages.exact_gradients import ExactGradients
     from stages.mesh import Mesh
@@ -62,6 +63,15 @@ class Parallel:
         self.kv_heads = Axis.of(s.num_kv_heads * s.head_dim, s.head_dim, tp)
         self.ffn = Axis.of(s.intermediate, self.numerics.k_leaf, tp)
         self.vocab = Axis.of(s.vocab, self.numerics.vocab_leaf, tp)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Storage of weights and activations."""
+        return torch.bfloat16 if self.numerics.precision == "bf16" else torch.float32
+
+    def stored(self, weight: Tensor) -> Tensor:
+        """The weight as it is computed with: itself, or an fp32 master rounded to nearest even once."""
+        return weight.detach().to(self.dtype)
 
     @property
     def first_token_id(self) -> int:

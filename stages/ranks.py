@@ -34,10 +34,11 @@ def start_mesh(shape: MeshShape, threads: int, kernel_build: str) -> Mesh:
     return Mesh(shape, int(os.environ.get("RANK", "0")))
 
 
-def build_model(checkpoint: Path, mesh: Mesh, cfg: Config, implementations: dict[str, str]) -> CausalLM:
-    """The rank's slice of the model of a Hugging Face folder, weights not loaded yet."""
+def build_model(checkpoint: Path, mesh: Mesh, cfg: Config, implementations: dict[str, str], trained: bool = False) -> CausalLM:
+    """The rank's slice of the model of a Hugging Face folder, weights not loaded yet: fp32 masters to train, else as they are stored."""
     config = ModelConfig.from_hf(json.loads((checkpoint / "config.json").read_text()))
-    return CausalLM(config, Parallel(mesh, config.shape, cfg.numerics), implementations)
+    model = CausalLM(config, Parallel(mesh, config.shape, cfg.numerics), implementations)
+    return model if trained else model.to(model.par.dtype)
 
 
 def samples_of(rollout: Rollout) -> list[Sample]:

@@ -97,10 +97,10 @@ class TorchOps:
 
     def column(self, x: Tensor, weights: Sequence[Tensor], axes: Sequence[Axis], tiles: Tensor) -> tuple[Tensor, ...]:
         x = self._enter(x)
-        return tuple(F.linear(x, w) for w in weights)
+        return tuple(F.linear(x, w.to(x.dtype)) for w in weights)
 
     def row(self, x: Tensor, weight: Tensor, axis: Axis, tiles: Tensor) -> Tensor:
-        y, group = F.linear(x, weight), self.par.mesh.tp_group
+        y, group = F.linear(x, weight.to(x.dtype)), self.par.mesh.tp_group
         return y if group is None else _SumOverRanks.apply(y, group)
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -122,14 +122,14 @@ class TorchOps:
         return torch.cat(outputs) if outputs else q * 0.0
 
     def logprob(self, h: Tensor, w: Tensor, batch: TokenBatch, inv_temp: float) -> tuple[Tensor, Tensor]:
-        logits = F.linear(self._enter(h), w)
+        logits = F.linear(self._enter(h), w.to(h.dtype)).float()
         if self.par.mesh.tp_group is not None:
             logits = _GatherVocab.apply(logits, self.par)
         logp = torch.log_softmax(logits * inv_temp, dim=-1)
         return logp.gather(1, batch.head_targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
     def logits(self, h: Tensor, w: Tensor) -> Tensor:
-        return F.linear(h, w)
+        return F.linear(h, w.to(h.dtype)).float()
 
     def logprob_of(self, logits: Tensor, targets: Tensor, inv_temp: float) -> Tensor:
         return torch.log_softmax(logits * inv_temp, dim=-1).gather(1, targets[:, None])[:, 0]

@@ -43,7 +43,7 @@ def rank_main(args: dict[str, Any]) -> dict[str, Any]:
     updates = plan_updates(ranks.samples_of(rollout), cfg, mesh)
     tokens = objectives.TokenData.of(rollout, reference, cfg)
     clock.append(time.perf_counter())
-    model = ranks.build_model(step.weights_in, mesh, cfg, implementations(cfg.kernels.case, "training"))
+    model = ranks.build_model(step.weights_in, mesh, cfg, implementations(cfg.kernels.case, "training"), trained=True)
     load_slices(model, read_weights(step.weights_in))
     total_steps = cfg.iterations * cfg.objective.num_updates
     trainer = Trainer(model, cfg.optimizer, mesh, cfg.layout.zero, cfg.numerics, total_steps)

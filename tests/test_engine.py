@@ -11,9 +11,27 @@ SAMPLING = Sampling(max_new_tokens=12, temperature=0.8)
 REQUESTS = [Request(p, k, [(7 * p + i) % 130 for i in range(3 + 5 * p)]) for p in range(3) for k in range(2)]
 
 
-def engine(batch_size: int = 4, case: str = "R/R", eos: tuple[int, ...] = (5, 17, 40)) -> LockstepEngine:
+def recorder(model):
+    """Records nothing: the replay runs the step again on the same buffers and, like a CUDA graph, passes no module's counter."""
+
+    def record(step):
+        step()
+
+        def replay():
+            counts = [r.call_count for r in model.readbacks.values()]
+            step()
+            for r, count in zip(model.readbacks.values(), counts):
+                r.call_count = count
+
+        return replay
+
+    return record
+
+
+def engine(batch_size: int = 4, case: str = "R/R", eos: tuple[int, ...] = (5, 17, 40), graph_sizes: tuple[int, ...] = ()) -> LockstepEngine:
     hf, config = reference("Qwen3ForCausalLM", False)
-    made = LockstepEngine(ours(hf, config, case), set(eos), batch_size)
+    model = ours(hf, config, case)
+    made = LockstepEngine(model, set(eos), batch_size, graph_sizes, recorder(model))
     made.load_weights(((n, p.detach()) for n, p in hf.named_parameters()), "weight_v000001")
     return made
 
@@ -38,6 +56,19 @@ def test_samples_of_a_prompt_differ_and_lengths_mix():
         assert (c.finish == EOS) == (c.token_ids[-1] in (5, 17, 40))
         assert c.finish == EOS or len(c.token_ids) == SAMPLING.max_new_tokens
     assert {c.finish for c in whole.values()} == {EOS, LENGTH}
+
+
+def test_recorded_decode_steps_change_nothing_but_the_evidence():
+    eager, recorded = engine(), engine(graph_sizes=(1, 3, 8))  # batches of 2 and 4 are padded
+    expected, got = (e.generate(REQUESTS, SAMPLING, seed=1, iteration=2) for e in (eager, recorded))
+    assert got == expected
+    described, plain = recorded.describe(), eager.describe()
+    assert described["modules"] == plain["modules"], "calls are counted as if every step had been launched"
+    assert (described["graph_mode"], described["capture_sizes"], plain["graph_mode"]) == ("cuda_graph", [1, 3, 8], "eager")
+    assert 0 < described["graph_replays"] < recorded.forwards, "prompts are not decode steps"
+    small = engine(graph_sizes=(1,))
+    assert small.generate(REQUESTS, SAMPLING, seed=1, iteration=2) == expected
+    assert small.describe()["graph_replays"] < described["graph_replays"], "larger batches than were recorded run eagerly"
 
 
 def trainer_mismatches(case: str) -> int:

@@ -32,8 +32,9 @@ def _whole(shape: Shape, tokens: int, device: str, dtype: torch.dtype) -> Iterat
     seqs, positions = torch.tensor([[0, tokens, 0, tokens]], device=device), torch.arange(tokens, device=device)
     ranges = torch.tensor([[0, 0, tokens]], device=device)
     heads = [x.transpose(0, 1)[None].contiguous().requires_grad_() for x in (q, k, v)]
+    qh, kh, vh = heads
     back = do.transpose(0, 1)[None].contiguous()
-    out = F.scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=True)
+    out = F.scaled_dot_product_attention(qh, kh, vh, is_causal=True, scale=scale, enable_gqa=True)
     o, m, norm = attention.forward(q, k, v, seqs, positions, scale, shape.kv_leaf)
 
     def backward() -> None:
@@ -42,7 +43,7 @@ def _whole(shape: Shape, tokens: int, device: str, dtype: torch.dtype) -> Iterat
 
     def sdpa() -> None:
         with torch.no_grad():
-            F.scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=True)
+            F.scaled_dot_product_attention(qh, kh, vh, is_causal=True, scale=scale, enable_gqa=True)
 
     pairs, size = tokens * (tokens + 1) / 2 * h * d, q.element_size()
     detail = f"T={tokens}" if device == "cpu" else f"T={tokens} {str(dtype)[6:]}"
@@ -64,11 +65,11 @@ def _decode(shape: Shape, batch: int, context: int, device: str, dtype: torch.dt
     k, v = (randn(batch * context, g, d, device=device, dtype=dtype, seed=s) for s in (1, 2))
     seqs = torch.tensor([[i, i + 1, i * context, context] for i in range(batch)], device=device)
     positions = torch.full((batch,), context - 1, device=device)
-    caches = [x.view(batch, context, g, d).transpose(1, 2).contiguous() for x in (k, v)]
+    keys, values = (x.view(batch, context, g, d).transpose(1, 2).contiguous() for x in (k, v))
     queries = q[:, :, None]
     detail = f"B={batch} context={context}" + ("" if device == "cpu" else f" {str(dtype)[6:]}")
     return Case(
         "attention decode", shape.name, detail, lambda: attention.forward(q, k, v, seqs, positions, scale, shape.kv_leaf),
-        lambda: F.scaled_dot_product_attention(queries, *caches, scale=scale, enable_gqa=True), 1.2,
+        lambda: F.scaled_dot_product_attention(queries, keys, values, scale=scale, enable_gqa=True), 1.2,
         4.0 * batch * context * h * d, float(k.element_size() * 2 * batch * context * g * d),
     )  # fmt: skip
