@@ -138,9 +138,15 @@ def write_train(files: RunFiles, iteration: int, rollout: dict[str, np.ndarray])
     save(folder / "logprobs.safetensors", logprobs)
     metrics, updates = {}, []
     for step in files.steps(iteration):
-        norm = float(np.float32(0.1) * np.float32(step + 1))
+        norm, kl = float(np.float32(0.1) * np.float32(step + 1)), float(np.float32(0.3) * np.float32(step + 1))
         metrics[str(step)] = {
-            "train/loss": 0.1 * (step + 1),
+            "train/loss": float(np.float32(np.float64(np.float32(0.01)) * kl)),
+            "train/pg_loss": 0.0,
+            "train/kl_loss": kl,
+            "train/entropy_loss": 0.5,
+            "train/ppo_kl": 0.0,
+            "train/ois": 1.0,
+            "train/tis": 1.0,
             "train/grad_norm": norm,
             "train/global_batch_size": len(rollout["lengths"]) // files.num_updates,
             "train/step": step,

@@ -144,11 +144,12 @@ def test_one_ulp_is_shown_in_hex(experiment):
 
 def test_a_changed_metric_is_found(experiment):
     path = experiment.files(OTHER).iteration(2) / "train" / "metrics.json"
-    edit_json(path, lambda m: m["1"].update({"train/loss": float(np.nextafter(m["1"]["train/loss"], 1))}))
+    loss = read_json(path)["1"]["train/loss"]
+    edit_json(path, lambda m: m["1"].update({"train/loss": float(np.nextafter(loss, 1))}))
     record = comparison_of(experiment)
     found = record["first_difference"]
     assert (found["iteration"], found["step"], found["quantity"], found["tensor"]) == (2, 1, "metrics", "train/loss")
-    assert found["values"] == [(0.2).hex(), float(np.nextafter(0.2, 1)).hex()]
+    assert found["values"] == [loss.hex(), float(np.nextafter(loss, 1)).hex()]
     assert record["metric_comparisons"][3]["unequal_metrics"].keys() == {"train/loss"}
 
 

@@ -118,7 +118,7 @@ def _check_new_result(project, old_children):
     edit_json(path, lambda m: m["0"].update({"train/loss": math.inf, "train/kl_loss": math.nan}))
     assert tracking.sync(write_reports(project), Tracking(), project.paths)
     (parent,), children = split(runs_of(project))
-    assert parent.data.tags["verdict"] == "different" and "train/loss" in parent.data.tags["first_difference"]
+    assert parent.data.tags["verdict"] == "different" and "train/kl_loss" in parent.data.tags["first_difference"]
     assert children[KEYS[0]].info.run_id == old_children[KEYS[0]].info.run_id
     child = children[KEYS[1]]
     assert child.info.run_id != old_children[KEYS[1]].info.run_id
