@@ -109,11 +109,11 @@ def dot(a, b, acc):
     own dot is a BLAS call in an unknown order, so there the chain is spelled out.
     """
     if INTERPRETED:
-        a, b = a.to(tl.float32), b.to(tl.float32)
+        a, b = a.to(tl.float32).to(tl.int32, bitcast=True), b.to(tl.float32).to(tl.int32, bitcast=True)  # integers: a sum would lose -0
         k = tl.arange(0, a.shape[1])
         for i in tl.static_range(a.shape[1]):
-            column = tl.sum(tl.where(k[None, :] == i, a, 0.0), axis=1)
-            row = tl.sum(tl.where(k[:, None] == i, b, 0.0), axis=0)
+            column = tl.sum(tl.where(k[None, :] == i, a, 0), axis=1).to(tl.float32, bitcast=True)
+            row = tl.sum(tl.where(k[:, None] == i, b, 0), axis=0).to(tl.float32, bitcast=True)
             acc = tl.fma(tl.broadcast_to(column[:, None], acc.shape), tl.broadcast_to(row[None, :], acc.shape), acc)
         return acc
     return tl.dot(a, b, acc, input_precision="ieee")
@@ -129,3 +129,9 @@ def fixed(v, scale_log2):
     low = d - (high - magic) * 1099511627776.0
     bits = high.to(tl.int64, bitcast=True) - 0x4338000000000000
     return (bits << 40) + ((low + magic).to(tl.int64, bitcast=True) - 0x4338000000000000)
+
+
+@triton.jit
+def sum_fits(acc):
+    """|acc| < 2^62 of int64: such a sum cannot have wrapped round."""
+    return (acc > -4611686018427387904) & (acc < 4611686018427387904)
