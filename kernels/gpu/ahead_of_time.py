@@ -81,13 +81,16 @@ def row(module: str, case: Case, capability: int) -> dict:
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Registers a thread and bytes of stack (spills live there) of a cubin."""
+    """Registers a thread, and spill stores in the machine code of a cubin."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return {"registers": int(re.search(r"REG:(\d+)", text)[1]), "spills": int(re.search(r"STACK:(\d+)", text)[1])}
+        usage, code = (
+            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for option in ("--dump-resource-usage", "-sass")
+        )
+    return {"registers": int(re.search(r"REG:(\d+)", usage)[1]), "spills": len(re.findall(r"\bSTL\b", code))}
 
 
 def main(arguments: list[str]) -> None:

@@ -2,7 +2,7 @@
 
 The tree over n leaves, 2^d <= n < 2^(d+1), is a perfect tree over 2^d groups of one or two leaves, because a node always gives its left
 child half, rounded down. Walking through the leaves in order, levels behave like the digits of a binary counter. `product_kernel` keeps
-level 0 (the left leaf of a pair) and level 1 in registers and higher ones in a small workspace that stays in L2; with more rows of the
+the left leaf of a pair and the lowest one or two digits in registers and higher ones in a small workspace that stays in L2; with more rows of the
 grid it is the decode schedule: each program computes one node, and `finish_kernel` adds the rest of the tree.
 
 The weight is always the M side of a matrix instruction and tokens its N side, so that one token and a thousand run the same wgmma
@@ -39,6 +39,7 @@ def group_bounds(group, n, D: tl.constexpr):
 def product_kernel(
     x_ptr, w_ptr, y_ptr, stack_ptr, m, n, k, leaf, x_stride, w_stride_n, w_stride_k, tiles_m, tiles_n, y_stride_split,
     D: tl.constexpr, SPLIT: tl.constexpr, PAIRS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    MID: tl.constexpr,
 ):  # fmt: skip
     """y [2^SPLIT, m, n]: nodes at depth SPLIT of the halving tree (depth D, groups of one or two leaves) of x [m,k] @ w [n,k].T."""
     LEVELS: tl.constexpr = D - SPLIT
@@ -58,7 +59,7 @@ def product_kernel(
         rm = (inside // height) * BM + tl.arange(0, BM)
         x_row, w_row = x_ptr + rm.to(tl.int64) * x_stride, w_ptr + rn.to(tl.int64) * w_stride_n
         acc = tl.zeros((BN, BM), tl.float32)
-        total, pair, low = acc, acc, acc
+        pair, low, mid = acc, acc, acc
         group, in_group, members = first_group, 0, 1
         if PAIRS:
             members = group_bounds(group, leaves, D)[1]
@@ -84,24 +85,30 @@ def product_kernel(
                     in_group = 0
                     digits = group - first_group
                     if LEVELS > 0:
-                        if digits & 1 == 0:
-                            low = value
-                        else:
+                        if digits & 1 == 1:
                             value = low + value
                             digits = digits >> 1
-                            level = 0
-                            while digits & 1 == 1:
-                                value = tl.load(stack_ptr + level * (BM * BN) + slot) + value
-                                digits = digits >> 1
-                                level += 1
-                            if level < LEVELS - 1:
-                                tl.store(stack_ptr + level * (BM * BN) + slot, value)
-                    total = value
+                            level = 1
+                            if MID:
+                                if digits & 1 == 0:
+                                    mid = value
+                                else:
+                                    value = mid + value
+                                    digits = digits >> 1
+                                    level = 2
+                            if level > (1 if MID else 0):
+                                while digits & 1 == 1:
+                                    value = tl.load(stack_ptr + level * (BM * BN) + slot) + value
+                                    digits = digits >> 1
+                                    level += 1
+                                if level < LEVELS:
+                                    tl.store(stack_ptr + level * (BM * BN) + slot, value)
+                    low = value  # free after an odd digit, so that the root ends up here
                     group += 1
                     if PAIRS:
                         members = group_bounds(group, leaves, D)[1]
         y = y_ptr + split.to(tl.int64) * y_stride_split + rm.to(tl.int64)[None, :] * n + rn[:, None]
-        tl.store(y, total.to(y_ptr.dtype.element_ty), mask=(rm[None, :] < m) & (rn[:, None] < n))
+        tl.store(y, low.to(y_ptr.dtype.element_ty), mask=(rm[None, :] < m) & (rn[:, None] < n))
 
 
 @triton.jit
@@ -187,8 +194,8 @@ def _steps(tiles: Tensor, block: int) -> Tensor:
 
 
 def k_block(leaf: int, itemsize: int) -> int:
-    """Terms per load: nothing else may decide it, as the tensor cores see these blocks. 16 to 128 (64 in fp32: no matrix instructions)."""
-    return max(16, min(triton.next_power_of_2(leaf), 128 if itemsize == 2 else 32))
+    """Terms per load: nothing else may decide it, as the tensor cores see these blocks. 16 to 64 (32 in fp32: no matrix instructions)."""
+    return max(16, min(triton.next_power_of_2(leaf), 64 if itemsize == 2 else 32))
 
 
 @functools.cache
@@ -199,9 +206,10 @@ def plan(m: int, n: int, k: int, leaf: int, itemsize: int, interpreted: bool) ->
     if interpreted:
         bm, bn, warps, stages = 16, 16, 4, 1
     elif m > 64:
-        bm, bn, warps, stages = (128, 128, 8, 3) if itemsize == 2 else (64, 128, 8, 3)
+        bm, bn, warps, stages = (128 if itemsize == 2 and leaves == 1 << depth else 64), 128, 8, 3
     else:
-        bm, bn, warps, stages = max(16, triton.next_power_of_2(m)), 64, 4, 4
+        bm = max(16, triton.next_power_of_2(m))
+        bn, warps, stages = 64, 8 if itemsize == 4 and bm >= 32 else 4, 4
     tiles = -(-m // bm) * -(-n // bn)
     split = 0
     while split < depth and (tiles << split) < _PROGRAMS and (1 << split) < _MAX_SPLITS and (m <= 64 or tiles << split < 66):
@@ -222,7 +230,7 @@ def _product(x: Tensor, w: Tensor, n: int, stride_n: int, stride_k: int, leaf: i
     parts = torch.empty((1 << split, m, n), dtype=torch.float32, device=x.device) if split else y
     product_kernel[(programs, 1 << split)](
         x, w, parts, stack, m, n, k, leaf, x.stride(0), stride_n, stride_k, tiles_m, tiles_n, m * n, D=depth, SPLIT=split, PAIRS=pairs,
-        BM=bm, BN=bn, BK=k_block(leaf, x.element_size()), GROUP=8, num_warps=warps, num_stages=stages, **math.LAUNCH,
+        BM=bm, BN=bn, BK=k_block(leaf, x.element_size()), GROUP=8, MID=bm <= 64 and not (pairs and x.element_size() == 4), num_warps=warps, num_stages=stages, **math.LAUNCH,
     )  # fmt: skip
     if split:
         finish_kernel[(triton.cdiv(m * n, 128),)](parts, y, m * n, SPLIT=split, BLOCK=128, num_warps=4, **math.LAUNCH)
@@ -235,13 +243,28 @@ def compile_cases() -> list:
 
     cases = []
     for kind, dtype, itemsize in (("fp32", torch.float32, 4), ("bf16", torch.bfloat16, 2)):
-        for name, m, n, k in (("prefill", 4096, 3072, 1024), ("decode", 4, 3072, 1024), ("down", 4096, 1024, 3072), ("decode64", 64, 1024, 3072)):
+        for name, m, n, k in (
+            ("prefill", 4096, 3072, 1024),
+            ("decode", 4, 3072, 1024),
+            ("down", 4096, 1024, 3072),
+            ("decode64", 64, 1024, 3072),
+        ):
             bm, bn, warps, stages, depth, split, pairs = plan(m, n, k, 128, itemsize, False)
             for side in ("forward", "input_grad"):
                 pointers = {"x_ptr": f"*{kind}", "w_ptr": f"*{kind}", "y_ptr": "*fp32" if split else f"*{kind}", "stack_ptr": "*fp32"}
                 unit, free = ("w_stride_k", "w_stride_n") if side == "forward" else ("w_stride_n", "w_stride_k")
                 numbers = dict.fromkeys(("m", "n", "k", "leaf", "x_stride", free, "tiles_m", "tiles_n", "y_stride_split"), "i32")
-                constexprs = {"D": depth, "SPLIT": split, "PAIRS": pairs, "BM": bm, "BN": bn, "BK": k_block(128, itemsize), "GROUP": 8, unit: 1}
+                constexprs = {
+                    "D": depth,
+                    "SPLIT": split,
+                    "PAIRS": pairs,
+                    "BM": bm,
+                    "BN": bn,
+                    "BK": k_block(128, itemsize),
+                    "GROUP": 8,
+                    "MID": bm <= 64 and not (pairs and itemsize == 4),
+                    unit: 1,
+                }
                 aligned = (*pointers, "m", "n", "k", "leaf", "x_stride", free, "y_stride_split")
                 options = {"num_warps": warps, "num_stages": stages}
                 cases.append(Case(product_kernel, f"{kind} {side} {name}", {**pointers, **numbers}, constexprs, aligned, options))
