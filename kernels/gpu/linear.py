@@ -2,11 +2,12 @@
 
 The tree over n leaves, 2^d <= n < 2^(d+1), is a perfect tree over 2^d groups of one or two leaves, because a node always gives its left
 child half, rounded down. Walking through the leaves in order, levels behave like the digits of a binary counter. `product_kernel` keeps
-the left leaf of a pair and the lowest one or two digits in registers and higher ones in a small workspace that stays in L2; with more rows of the
-grid it is the decode schedule: each program computes one node, and `finish_kernel` adds the rest of the tree.
+the left leaf of a pair and the lowest one or two digits in registers, higher ones in a small workspace that stays in L2; with more
+rows of the grid it is the decode schedule: each program computes one node, and `finish_kernel` adds the rest of the tree.
 
 The weight is always the M side of a matrix instruction and tokens its N side, so that one token and a thousand run the same wgmma
-(M = 64, K = 16); the K block follows from the leaf alone. Padding multiplies +0 with -0: adding -0 changes nothing, not even -0.
+(M = 64, K = 16); the K block follows from the leaf alone. In fp32, padding multiplies
++0 with -0: adding -0 changes nothing, not even -0.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def product_kernel(
     x_ptr, w_ptr, y_ptr, stack_ptr, m, n, k, leaf, x_stride, w_stride_n, w_stride_k, tiles_m, tiles_n, y_stride_split,
     D: tl.constexpr, SPLIT: tl.constexpr, PAIRS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     MID: tl.constexpr,
+    TAIL: tl.constexpr,
 ):  # fmt: skip
     """y [2^SPLIT, m, n]: nodes at depth SPLIT of the halving tree (depth D, groups of one or two leaves) of x [m,k] @ w [n,k].T."""
     LEVELS: tl.constexpr = D - SPLIT
@@ -70,7 +72,9 @@ def product_kernel(
             end = tl.minimum((leaf_index + 1) * leaf, k)
             rk = leaf_index * leaf + block * BK + tl.arange(0, BK)
             x = tl.load(x_row[None, :] + rk[:, None], mask=(rk[:, None] < end) & (rm[None, :] < m), other=0.0)
-            w = tl.load(w_row[:, None] + rk[None, :].to(tl.int64) * w_stride_k, mask=(rk[None, :] < end) & (rn[:, None] < n), other=-0.0)
+            w = tl.load(w_row[:, None] + rk[None, :].to(tl.int64) * w_stride_k, mask=(rk[None, :] < end) & (rn[:, None] < n), other=0.0)
+            if TAIL:  # asynchronous copies pad with +0 whatever `other` says
+                w = tl.where(rk[None, :] < end, w, -0.0)
             acc = math.dot(w, x, acc)
             if block == blocks - 1:
                 value = acc
@@ -84,7 +88,7 @@ def product_kernel(
                 if whole:
                     in_group = 0
                     digits = group - first_group
-                    if LEVELS > 0:
+                    if LEVELS > 0:  # noqa: SIM102 - decided when compiling
                         if digits & 1 == 1:
                             value = low + value
                             digits = digits >> 1
@@ -138,7 +142,7 @@ def weight_grad_kernel(
         begin, end, last = tl.load(steps_ptr + 3 * s), tl.load(steps_ptr + 3 * s + 1), tl.load(steps_ptr + 3 * s + 2)
         r = begin + tl.arange(0, BR)
         row = r.to(tl.int64)
-        dy = tl.load(dy_ptr + row[None, :] * dy_stride + rn[:, None], mask=(r[None, :] < end) & (rn[:, None] < n), other=-0.0)
+        dy = tl.load(dy_ptr + row[None, :] * dy_stride + rn[:, None], mask=(r[None, :] < end) & (rn[:, None] < n), other=0.0)
         x = tl.load(x_ptr + row[:, None] * x_stride + rk[None, :], mask=(r[:, None] < end) & (rk[None, :] < k), other=0.0)
         v = math.dot(dy, x, v)
         if last == 1:
@@ -217,6 +221,13 @@ def plan(m: int, n: int, k: int, leaf: int, itemsize: int, interpreted: bool) ->
     return bm, bn, warps, stages, depth, split, leaves != 1 << depth
 
 
+def constants(bm: int, k: int, leaf: int, pairs: bool, itemsize: int) -> dict[str, object]:
+    """BK; MID: whether a second digit has room in registers; TAIL: whether an fp32 leaf ends inside a block."""
+    bk = k_block(leaf, itemsize)
+    tail = itemsize == 4 and (leaf % bk != 0 or k % leaf % bk != 0)
+    return {"BK": bk, "MID": bm <= 64 and not (pairs and itemsize == 4), "TAIL": tail}
+
+
 def _product(x: Tensor, w: Tensor, n: int, stride_n: int, stride_k: int, leaf: int, dtype: torch.dtype | None, split: int | None = None):
     m, k = x.shape
     y = torch.empty((m, n), dtype=dtype or x.dtype, device=x.device)
@@ -230,7 +241,7 @@ def _product(x: Tensor, w: Tensor, n: int, stride_n: int, stride_k: int, leaf: i
     parts = torch.empty((1 << split, m, n), dtype=torch.float32, device=x.device) if split else y
     product_kernel[(programs, 1 << split)](
         x, w, parts, stack, m, n, k, leaf, x.stride(0), stride_n, stride_k, tiles_m, tiles_n, m * n, D=depth, SPLIT=split, PAIRS=pairs,
-        BM=bm, BN=bn, BK=k_block(leaf, x.element_size()), GROUP=8, MID=bm <= 64 and not (pairs and x.element_size() == 4), num_warps=warps, num_stages=stages, **math.LAUNCH,
+        BM=bm, BN=bn, GROUP=8, **constants(bm, k, leaf, pairs, x.element_size()), num_warps=warps, num_stages=stages, **math.LAUNCH,
     )  # fmt: skip
     if split:
         finish_kernel[(triton.cdiv(m * n, 128),)](parts, y, m * n, SPLIT=split, BLOCK=128, num_warps=4, **math.LAUNCH)
@@ -242,7 +253,7 @@ def compile_cases() -> list:
     from kernels.gpu.ahead_of_time import Case
 
     cases = []
-    for kind, dtype, itemsize in (("fp32", torch.float32, 4), ("bf16", torch.bfloat16, 2)):
+    for kind, itemsize in (("fp32", 4), ("bf16", 2)):
         for name, m, n, k in (
             ("prefill", 4096, 3072, 1024),
             ("decode", 4, 3072, 1024),
@@ -254,17 +265,8 @@ def compile_cases() -> list:
                 pointers = {"x_ptr": f"*{kind}", "w_ptr": f"*{kind}", "y_ptr": "*fp32" if split else f"*{kind}", "stack_ptr": "*fp32"}
                 unit, free = ("w_stride_k", "w_stride_n") if side == "forward" else ("w_stride_n", "w_stride_k")
                 numbers = dict.fromkeys(("m", "n", "k", "leaf", "x_stride", free, "tiles_m", "tiles_n", "y_stride_split"), "i32")
-                constexprs = {
-                    "D": depth,
-                    "SPLIT": split,
-                    "PAIRS": pairs,
-                    "BM": bm,
-                    "BN": bn,
-                    "BK": k_block(128, itemsize),
-                    "GROUP": 8,
-                    "MID": bm <= 64 and not (pairs and itemsize == 4),
-                    unit: 1,
-                }
+                constexprs = {"D": depth, "SPLIT": split, "PAIRS": pairs, "BM": bm, "BN": bn, "GROUP": 8, unit: 1}
+                constexprs |= constants(bm, k, 128, pairs, itemsize)
                 aligned = (*pointers, "m", "n", "k", "leaf", "x_stride", free, "y_stride_split")
                 options = {"num_warps": warps, "num_stages": stages}
                 cases.append(Case(product_kernel, f"{kind} {side} {name}", {**pointers, **numbers}, constexprs, aligned, options))
