@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import build
+from kernels.elementwise import sqrt_reference
 
 
 @lru_cache(maxsize=64)
@@ -62,8 +63,9 @@ def step(
 def step_reference(
     p: Tensor, g: Tensor, m: Tensor, v: Tensor, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int
 ) -> None:
-    """Plain torch: equal bits, but for `torch.sqrt`, which is not correctly rounded everywhere (hence by way of fp64)."""
-    decay, b1, c1, b2, c2, root, epsilon, rate = torch.tensor(scalars(lr, beta1, beta2, eps, weight_decay, step), dtype=torch.float32)
+    """`step` in plain torch on any device, bit for bit."""
+    values = torch.tensor(scalars(lr, beta1, beta2, eps, weight_decay, step), dtype=torch.float32, device=p.device)
+    decay, b1, c1, b2, c2, root, epsilon, rate = values
     m.copy_(b1 * m + c1 * g)
     v.copy_(b2 * v + c2 * (g * g))
-    p.copy_(p * decay - rate * (m / (v.double().sqrt().float() / root + epsilon)))
+    p.copy_(p * decay - rate * (m / (sqrt_reference(v) / root + epsilon)))

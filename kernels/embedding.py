@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels import reduce
 from kernels.cpu import build
 
 
@@ -37,8 +38,17 @@ def accumulate_grad(acc: Tensor, ids: Tensor, dx: Tensor, first_id: int, scale_l
         raise OverflowError(f"embedding gradient too large for fixed point with scale 2^{scale_log2}")
 
 
+def forward_reference(ids: Tensor, w_local: Tensor, first_id: int = 0) -> Tensor:
+    """Plain torch on any device: the rows' bytes."""
+    rows = torch.zeros(len(ids), w_local.shape[1], dtype=w_local.dtype, device=w_local.device)
+    for i, token in enumerate(ids.tolist()):
+        if first_id <= token < first_id + len(w_local):
+            rows[i] = w_local[token - first_id]
+    return rows
+
+
 def accumulate_grad_reference(acc: Tensor, ids: Tensor, dx: Tensor, first_id: int, scale_log2: int) -> None:
-    """Plain torch."""
+    """Plain torch on any device, bit for bit; a value out of range is not noticed."""
     for i, row in zip(ids.tolist(), dx, strict=True):
         if first_id <= i < first_id + len(acc):
-            acc[i - first_id] += torch.round(row.double() * 2.0**scale_log2).to(torch.int64)
+            acc[i - first_id] += reduce.to_fixed_reference(row, scale_log2)

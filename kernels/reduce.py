@@ -154,6 +154,22 @@ def norm_from_limbs(limbs: Tensor, exponent: int) -> float:
     return math.ldexp(math.sqrt((high << _LIMB_BITS) + low), exponent - _LIMB_BITS)
 
 
+# --- references --------------------------------------------------------------------------------------------------------------
 def to_fixed_reference(x: Tensor, scale_log2: int) -> Tensor:
-    """Plain torch; `torch.round` rounds halves to even, and fp64 holds x * 2^scale exactly."""
+    """`to_fixed` in plain torch on any device; `torch.round` rounds halves to even, and fp64 holds x * 2^scale exactly."""
     return torch.round(x.double() * 2.0**scale_log2).to(torch.int64)
+
+
+def from_fixed_reference(acc: Tensor, scale_log2: int, divisor: float = 1.0) -> Tensor:
+    """`from_fixed` in plain torch on any device."""
+    return (acc.double() / (2.0**scale_log2 * divisor)).float()
+
+
+def square_limbs_reference(tensors: Sequence[Tensor], exponent: int) -> Tensor:
+    """`square_limbs` in plain torch, on the device of the tensors (at least one)."""
+    limbs = []
+    for t in tensors:
+        square = t.double().square() * 2.0 ** (_LIMB_BITS - 2 * exponent)
+        high = square.floor()
+        limbs.append(torch.stack([high, torch.round((square - high) * 2.0**_LIMB_BITS)]).to(torch.int64).flatten(1).sum(1))
+    return torch.stack(limbs).sum(0)

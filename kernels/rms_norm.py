@@ -10,7 +10,9 @@ import ctypes
 import torch
 from torch import Tensor
 
+from kernels import reduce
 from kernels.cpu import build
+from kernels.elementwise import fma_reference, rsqrt_reference
 
 
 def forward(x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -52,15 +54,46 @@ def backward(
     return dx
 
 
-def forward_reference(x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Plain torch, in the dtype of x."""
-    rows = x if x.dim() == 3 else x[:, None]
-    rstd = torch.rsqrt(rows.square().mean(-1) + eps)
-    return (rows * rstd[..., None] * w).view(x.shape), rstd
-
-
 def _rows(x: Tensor, w: Tensor) -> Tensor:
     if x.dtype != torch.float32 or w.dtype != torch.float32 or x.dim() not in (2, 3) or w.shape != x.shape[-1:] or not w.is_contiguous():
         raise ValueError(f"rms_norm: expected fp32 [M, G, D] and [D], got {x.dtype} {tuple(x.shape)} and {w.dtype} {tuple(w.shape)}")
     x = x if x.stride(-1) == 1 else x.contiguous()
     return x if x.dim() == 3 else x[:, None]
+
+
+# --- references --------------------------------------------------------------------------------------------------------------
+def forward_reference(x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`forward` in plain torch on any device, bit for bit."""
+    rows = x if x.dim() == 3 else x[:, None]
+    eps32 = torch.tensor(eps, dtype=torch.float32, device=x.device)
+    rstd = rsqrt_reference(_row_sum_reference(rows, rows) / x.shape[-1] + eps32)
+    return (rows * rstd[..., None] * w).view(x.shape), rstd
+
+
+def backward_reference(
+    dy: Tensor, x: Tensor, w: Tensor, rstd: Tensor, acc: Tensor | None = None, tiles: Tensor | None = None, scale_log2: int = 0
+) -> Tensor:
+    """`backward` in plain torch on any device, bit for bit; a value out of range is not noticed."""
+    dys, rows = (t if t.dim() == 3 else t[:, None] for t in (dy, x))
+    g, n = dys * w, rows * rstd[..., None]
+    mean = _row_sum_reference(g, n) / x.shape[-1]
+    if acc is not None and tiles is not None:
+        bounds = tiles.tolist()
+        for a, b in zip(bounds, bounds[1:]):
+            chain = torch.zeros_like(n[0])
+            for row in range(a, b):
+                chain = fma_reference(dys[row], n[row], chain)
+            acc += reduce.to_fixed_reference(chain, scale_log2).sum(0)
+    return (rstd[..., None] * fma_reference(-n, mean[..., None], g)).view(x.shape)
+
+
+def _row_sum_reference(a: Tensor, b: Tensor) -> Tensor:
+    """Sum of a * b over the last dim, in 16 lanes."""
+    missing = -a.shape[-1] % 16
+    a, b = (torch.nn.functional.pad(t, (0, missing)).unflatten(-1, (-1, 16)) for t in (a, b))
+    lanes = torch.zeros_like(a[..., 0, :])
+    for i in range(a.shape[-2]):
+        lanes = fma_reference(a[..., i, :], b[..., i, :], lanes)
+    for width in (8, 4, 2, 1):
+        lanes = lanes[..., :width] + lanes[..., width : 2 * width]
+    return lanes[..., 0]

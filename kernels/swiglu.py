@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import build
+from kernels.elementwise import exp_reference, fma_reference, silu_reference
 
 
 def forward(gate: Tensor, up: Tensor) -> Tensor:
@@ -24,12 +25,20 @@ def backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return dgate, dup
 
 
-def forward_reference(gate: Tensor, up: Tensor) -> Tensor:
-    """Plain torch, in the dtype of the arguments."""
-    return gate / (1 + torch.exp(-gate)) * up
-
-
 def _check(*tensors: Tensor) -> None:
     for t in tensors:
         if t.dtype != torch.float32 or t.dim() != 2 or t.shape != tensors[0].shape or (t.numel() and t.stride(1) != 1):
             raise ValueError(f"swiglu: expected fp32 [M, F] with stride(1) == 1, got {t.dtype} {tuple(t.shape)}")
+
+
+# --- references --------------------------------------------------------------------------------------------------------------
+def forward_reference(gate: Tensor, up: Tensor) -> Tensor:
+    """`forward` in plain torch on any device, bit for bit."""
+    return silu_reference(gate) * up
+
+
+def backward_reference(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """`backward` in plain torch on any device, bit for bit."""
+    one = torch.ones_like(gate)
+    s = one / (one + exp_reference(-gate))
+    return (dy * up) * (s * fma_reference(gate, one - s, one)), dy * silu_reference(gate)

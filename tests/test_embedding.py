@@ -21,6 +21,7 @@ def test_vocabulary_shards_add_up_to_the_rows():
     parts = torch.stack([embedding.forward(ids, w[a:b], a) for a, b in ((0, 13), (13, 13), (13, 40))])
     assert torch.equal(parts.sum(0), w[ids]) and ((parts != 0).any(2).sum(0) == 1).all()
     assert embedding.forward(ids[:0], w).shape == (0, H)
+    assert torch.equal(embedding.forward(ids, w[7:20], 7), embedding.forward_reference(ids, w[7:20], 7))
 
 
 def test_gradient_equals_the_reference_in_any_order_and_split():

@@ -23,10 +23,24 @@ def test_against_fp64(g, d):
     acc = torch.zeros(d, dtype=torch.int64)
     dx = rms_norm.backward(dy, x, w, rstd, acc, torch.tensor([0, 20, 37]), 40)
     x64, w64 = x.double().requires_grad_(), w.double().requires_grad_()
-    y64, rstd64 = rms_norm.forward_reference(x64, w64, EPS)
+    rstd64 = torch.rsqrt(x64.square().mean(-1) + EPS)
+    y64 = x64 * rstd64[..., None] * w64
     (y64 * dy).sum().backward()
     for ours, exact in ((y, y64), (rstd, rstd64), (dx, x64.grad), (acc.double() * 2.0**-40, w64.grad)):
         torch.testing.assert_close(ours.double(), exact.detach(), rtol=3e-6, atol=3e-6)
+
+
+@pytest.mark.parametrize(("g", "d"), [(1, 576), (3, 64), (2, 40), (4, 5), (1, 17)])
+def test_equal_to_the_reference(g, d):
+    x, dy, w = case(g=g, d=d)
+    results = []
+    for forward, backward in ((rms_norm.forward, rms_norm.backward), (rms_norm.forward_reference, rms_norm.backward_reference)):
+        y, rstd = forward(x, w, EPS)
+        acc = torch.zeros(d, dtype=torch.int64)
+        results.append((y, rstd, backward(dy, x, w, rstd, acc, torch.tensor([0, 20, 37]), 40), acc))
+    assert all(map(torch.equal, *results))
+    rows = x.square().sum(-1) / d  # the control: another order of the same sum
+    assert g * d < 20 or not torch.equal(1 / torch.sqrt(rows + EPS), results[0][1])
 
 
 def test_hidden_norm_takes_two_dims():

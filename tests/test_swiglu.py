@@ -16,10 +16,18 @@ def case() -> list[torch.Tensor]:
 def test_against_fp64():
     gate, up, dy = case()
     gate64, up64 = gate.double().requires_grad_(), up.double().requires_grad_()
-    exact = swiglu.forward_reference(gate64, up64)
+    exact = gate64 / (1 + torch.exp(-gate64)) * up64
     (exact * dy).sum().backward()
     for ours, right in zip((swiglu.forward(gate, up), *swiglu.backward(dy, gate, up)), (exact, gate64.grad, up64.grad), strict=True):
         torch.testing.assert_close(ours.double(), right.detach(), rtol=2e-6, atol=2e-6)
+
+
+def test_equal_to_the_reference():
+    gate, up, dy = case()
+    y, (dgate, dup) = swiglu.forward(gate, up), swiglu.backward(dy, gate, up)
+    assert torch.equal(y, swiglu.forward_reference(gate, up))
+    assert all(map(torch.equal, (dgate, dup), swiglu.backward_reference(dy, gate, up)))
+    assert not torch.equal(y, gate * torch.sigmoid(gate) * up), "the control: another order of the same operations"
 
 
 def test_large_gates():
