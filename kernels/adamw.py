@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from kernels import device
 from kernels.cpu import build
 from kernels.elementwise import sqrt_reference
 
@@ -53,11 +54,23 @@ def step(
     """
     if step < 1:
         raise ValueError(f"adamw: step {step} must be at least 1")
+    n = p.numel()
     for name, t in (("p", p), ("g", g), ("m", m), ("v", v)):
-        if t.dtype != torch.float32 or not t.is_contiguous() or t.numel() != p.numel():
-            raise ValueError(f"adamw: {name} must be contiguous fp32 with {p.numel()} elements, got {t.dtype} {tuple(t.shape)}")
-    values = (ctypes.c_float * 8)(*scalars(lr, beta1, beta2, eps, weight_decay, step))
-    build.library().adamw_step(p, g, m, v, p.numel(), values)
+        if t.dtype is not torch.float32 or not t.is_contiguous() or t.numel() != n:
+            raise ValueError(f"adamw: {name} must be contiguous fp32 with {n} elements, got {t.dtype} {tuple(t.shape)}")
+    if device.on_gpu(p, g, m, v):
+        from kernels.gpu import adamw as gpu
+
+        gpu.step(p, g, m, v, lr, beta1, beta2, eps, weight_decay, step)
+        return
+    values = _scalars_in_memory(lr, beta1, beta2, eps, weight_decay, step)
+    build.library().adamw_step(p.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr(), n, values)
+
+
+@lru_cache(maxsize=64)
+def _scalars_in_memory(*args: float) -> ctypes.Array:
+    """For the many tensors that share a step; the kernel only reads them."""
+    return (ctypes.c_float * 8)(*scalars(*args))
 
 
 def step_reference(

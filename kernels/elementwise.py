@@ -9,38 +9,43 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels import device
 from kernels.cpu import build
 
 
 def exp(x: Tensor) -> Tensor:
-    return _unary("elementwise_exp", x)
+    return _unary("exp", x)
 
 
 def log(x: Tensor) -> Tensor:
     """Natural logarithm."""
-    return _unary("elementwise_log", x)
+    return _unary("log", x)
 
 
 def sqrt(x: Tensor) -> Tensor:
-    return _unary("elementwise_sqrt", x)
+    return _unary("sqrt", x)
 
 
 def rsqrt(x: Tensor) -> Tensor:
     """1 / sqrt(x), both operations rounded."""
-    return _unary("elementwise_rsqrt", x)
+    return _unary("rsqrt", x)
 
 
 def silu(x: Tensor) -> Tensor:
     """x / (1 + exp(-x))."""
-    return _unary("elementwise_silu", x)
+    return _unary("silu", x)
 
 
 def _unary(function: str, x: Tensor) -> Tensor:
-    if x.dtype != torch.float32:
-        raise ValueError(f"{function}: expected fp32, got {x.dtype}")
+    if x.dtype is not torch.float32:
+        raise ValueError(f"elementwise.{function}: expected fp32, got {x.dtype}")
+    if device.on_gpu(x):
+        from kernels.gpu import elementwise as gpu
+
+        return getattr(gpu, function)(x)
     x = x.contiguous()
-    y = torch.empty(x.shape, dtype=torch.float32)
-    getattr(build.library(), function)(x, y, x.numel())
+    y = torch.empty_like(x)
+    getattr(build.library(), f"elementwise_{function}")(x.data_ptr(), y.data_ptr(), x.numel())
     return y
 
 

@@ -11,6 +11,7 @@ from decimal import Decimal, localcontext
 import torch
 from torch import Tensor
 
+from kernels import device
 from kernels.cpu import build
 from kernels.elementwise import fma_reference
 
@@ -40,28 +41,35 @@ def _turns(head_dim: int, theta: float) -> Tensor:
 
 
 def apply(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
-    """x fp32 [M, H, D] turned by the tables' rows `positions` int64 [M]; `inverse` turns back (the backward pass). New tensor.
+    """x [M, H, D], fp32 or bf16, turned by the fp32 tables' rows `positions` int [M]; `inverse` turns back (the backward pass). New tensor.
 
-    first' = fma(first, c, -(second * s)), second' = fma(second, c, first * s); stride(2) == 1, other strides free.
-    IndexError when a position has no row in the tables.
+    first' = fma(first, c, -(second * s)), second' = fma(second, c, first * s); stride(2) == 1, other strides free. bf16 results are
+    rounded once. IndexError when a position has no row in the tables.
     """
-    if x.dtype != torch.float32 or x.stride(2) != 1 or x.shape[2] != 2 * cos.shape[1] or len(positions) != len(x):
-        raise ValueError(f"rope: x {x.dtype} {tuple(x.shape)}, positions {tuple(positions.shape)}, tables {tuple(cos.shape)}")
-    num_rows, num_heads, head_dim = x.shape
-    positions, cos, sin = positions.to(torch.int64).contiguous(), cos.contiguous(), sin.contiguous()
-    out = torch.empty(x.shape, dtype=torch.float32)
+    (num_rows, num_heads, head_dim), strides, dtype, table = x.shape, x.stride(), x.dtype, cos.shape
+    right = (dtype is torch.float32 or dtype is torch.bfloat16) and strides[2] == 1 and positions.numel() == num_rows
+    if not right or head_dim != 2 * table[1] or sin.shape != table or cos.dtype is not torch.float32 or sin.dtype is not torch.float32:
+        raise ValueError(f"rope: x {dtype} {tuple(x.shape)}, positions {tuple(positions.shape)}, tables {cos.dtype} {tuple(table)}")
+    if device.on_gpu(x, positions, cos, sin):
+        from kernels.gpu import rope as gpu
+
+        return gpu.apply(x, positions, cos, sin, inverse)
+    if positions.dtype is not torch.int64:
+        positions = positions.to(torch.int64)
+    positions, cos, sin = positions.contiguous(), cos.contiguous(), sin.contiguous()
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     bad = build.library().rope_apply(
-        x, x.stride(0), x.stride(1), num_rows, num_heads, head_dim // 2, positions, cos, sin,
-        len(cos), int(inverse), out,
+        dtype is torch.bfloat16, x.data_ptr(), strides[0], strides[1], num_rows, num_heads, table[1], positions.data_ptr(),
+        cos.data_ptr(), sin.data_ptr(), table[0], inverse, out.data_ptr(),
     )  # fmt: skip
     if bad:
-        raise IndexError(f"rope: a position lies outside the tables of {len(cos)} rows")
+        raise IndexError(f"rope: a position lies outside the tables of {table[0]} rows")
     return out
 
 
 # --- references --------------------------------------------------------------------------------------------------------------
 def apply_reference(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
-    """`apply` in plain torch on any device, bit for bit; positions are not checked."""
+    """`apply` in plain torch on any device, bit for bit, for fp32 x; positions are not checked."""
     c, s = (t[positions][:, None, :] for t in (cos, -sin if inverse else sin))
     first, second = x.chunk(2, dim=2)
     return torch.cat([fma_reference(first, c, -(second * s)), fma_reference(second, c, first * s)], dim=2)

@@ -42,6 +42,19 @@ def test_gradient_equals_the_reference_in_any_order_and_split():
     assert not torch.equal(*floats)
 
 
+def test_bf16_rows_are_bytes_and_gradients_are_widened_exactly():
+    w, ids, dx = case()
+    w, dx = w.bfloat16(), dx.bfloat16()
+    assert torch.equal(embedding.forward(ids, w), w[ids]) and embedding.forward(ids, w).dtype == torch.bfloat16
+    assert torch.equal(embedding.forward(ids.int(), w[3:9], 3), embedding.forward_reference(ids, w[3:9], 3))
+    wide = torch.randn(300, 700, generator=torch.Generator().manual_seed(2)).bfloat16()
+    for grad in (dx, wide, wide[:, 1:300]):
+        accs = [torch.zeros(V, grad.shape[1], dtype=torch.int64) for _ in range(2)]
+        embedding.accumulate_grad(accs[0], ids, grad, 0, 40)
+        embedding.accumulate_grad(accs[1], ids, grad.float(), 0, 40)
+        assert torch.equal(*accs) and accs[0].any()
+
+
 def test_overflow_is_an_error():
     acc, ids = torch.zeros(V, H, dtype=torch.int64), torch.tensor([3])
     with pytest.raises(OverflowError, match="2\\^40"):

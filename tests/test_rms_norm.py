@@ -79,6 +79,20 @@ def test_weight_gradient_adds_leaves_in_any_order_and_place():
     assert not torch.equal(other, whole)  # other leaves, other bits
 
 
+@pytest.mark.parametrize(("g", "d"), [(1, 576), (4, 5), (2, 40)])
+def test_bf16_is_fp32_of_the_widened_rows_rounded_once(g, d):
+    x, dy, w = (t.bfloat16() for t in case(g=g, d=d))
+    x32, dy32, w32 = x.float(), dy.float(), w.float()
+    (y, rstd), (y32, rstd32) = rms_norm.forward(x, w, EPS), rms_norm.forward(x32, w32, EPS)
+    accs = [torch.zeros(d, dtype=torch.int64) for _ in range(2)]
+    tiles = torch.tensor([0, 20, 37])
+    dx, dx32 = rms_norm.backward(dy, x, w, rstd, accs[0], tiles, 40), rms_norm.backward(dy32, x32, w32, rstd, accs[1], tiles, 40)
+    assert y.dtype == dx.dtype == torch.bfloat16 and torch.equal(y, y32.bfloat16()) and torch.equal(dx, dx32.bfloat16())
+    assert torch.equal(rstd, rstd32) and torch.equal(*accs)
+    normed = (x32 * rstd[..., None]).bfloat16().float() * w32
+    assert d < 40 or not torch.equal(y, normed.bfloat16()), "the control: a rounding in between shows"
+
+
 def test_errors():
     x, dy, w = case()
     rstd = rms_norm.forward(x, w, EPS)[1]
@@ -89,3 +103,7 @@ def test_errors():
         rms_norm.backward(dy, x, w, rstd, acc, torch.tensor([0, 38]), 40)
     with pytest.raises(ValueError, match="fp32"):
         rms_norm.forward(x.double(), w, EPS)
+    with pytest.raises(ValueError, match="bfloat16 \\[64\\]"):
+        rms_norm.forward(x.bfloat16(), w, EPS)
+    with pytest.raises(ValueError, match="different devices"):
+        rms_norm.forward(x, w.to("meta"), EPS)

@@ -58,6 +58,18 @@ def test_rows_heads_and_strides_do_not_matter():
         assert torch.equal(rope.apply(x[a:b, 1:2], positions[a:b].int(), cos, sin), y[a:b, 1:2])
 
 
+def test_bf16_is_fp32_of_the_widened_heads_rounded_once():
+    x, positions, cos, sin = case()
+    x = x.bfloat16()
+    for inverse in (False, True):
+        y = rope.apply(x, positions, cos, sin, inverse)
+        assert y.dtype == torch.bfloat16 and torch.equal(y, rope.apply(x.float(), positions, cos, sin, inverse).bfloat16())
+    rounded = (t.bfloat16().float() for t in (cos, sin))
+    assert not torch.equal(y, rope.apply(x.float(), positions, *rounded, inverse=True).bfloat16()), "the control: rounded tables show"
+    with pytest.raises(ValueError, match="bfloat16"):
+        rope.apply(x, positions, cos.bfloat16(), sin)
+
+
 def test_positions_are_checked():
     x, positions, cos, sin = case()
     for bad in (100, -1):
