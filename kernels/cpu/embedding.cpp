@@ -13,7 +13,7 @@ namespace {
 
 bool accumulate_row(int64_t* acc, const float* row, int64_t n, double scale) { return accumulate_fixed(acc, row, n, scale); }
 
-bool accumulate_row(int64_t* acc, const Bf16* row, int64_t n, double scale) {
+bool accumulate_row(int64_t* acc, const bf16* row, int64_t n, double scale) {
   constexpr int64_t kChunk = 256;
   float wide[kChunk];
   bool bad = false;
@@ -43,11 +43,11 @@ void embedding_forward(const char* table, int64_t first_id, int64_t vocab, int64
 }
 
 // Rows are shared out by column, so that no two threads meet in one accumulator.
-int embedding_accumulate(int64_t bf16, int64_t* acc, int64_t first_id, int64_t vocab, int64_t dim, const int64_t* ids, int64_t rows,
+int embedding_accumulate(int64_t is_bf16, int64_t* acc, int64_t first_id, int64_t vocab, int64_t dim, const int64_t* ids, int64_t rows,
                          const void* dx, int64_t dx_row, double scale) {
   FloatMode mode;
   std::atomic<int> overflow{0};
-  with_storage(bf16, [&](auto type) {
+  with_storage(is_bf16, [&](auto type) {
     using T = decltype(type);
     const T* grads = static_cast<const T*>(dx);
     parallel_for(dim, std::max<int64_t>(64, grain_for(4 * rows)), [&](int64_t begin, int64_t end) {

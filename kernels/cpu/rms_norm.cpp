@@ -97,19 +97,19 @@ bool weight_grad(const Strided<T>& dy, const Strided<T>& x, const Shape& s, cons
 
 extern "C" {
 
-void rms_norm_forward(int64_t bf16, const void* x, int64_t x_row, int64_t x_group, int64_t rows, int64_t groups, int64_t dim,
+void rms_norm_forward(int64_t is_bf16, const void* x, int64_t x_row, int64_t x_group, int64_t rows, int64_t groups, int64_t dim,
                       const void* w, void* y, float* rstd, double eps) {
   FloatMode mode;
-  with_storage(bf16, [&](auto t) {
+  with_storage(is_bf16, [&](auto t) {
     using T = decltype(t);
     forward<T>({x, x_row, x_group}, {rows, groups, dim}, static_cast<const T*>(w), float(eps), static_cast<T*>(y), rstd);
   });
 }
 
-void rms_norm_input_grad(int64_t bf16, const void* dy, int64_t dy_row, int64_t dy_group, const void* x, int64_t x_row, int64_t x_group,
+void rms_norm_input_grad(int64_t is_bf16, const void* dy, int64_t dy_row, int64_t dy_group, const void* x, int64_t x_row, int64_t x_group,
                          int64_t rows, int64_t groups, int64_t dim, const void* w, const float* rstd, void* dx) {
   FloatMode mode;
-  with_storage(bf16, [&](auto t) {
+  with_storage(is_bf16, [&](auto t) {
     using T = decltype(t);
     const Shape shape{rows, groups, dim};
     input_grad<T>({dy, dy_row, dy_group}, {x, x_row, x_group}, shape, static_cast<const T*>(w), rstd, static_cast<T*>(dx));
@@ -117,12 +117,12 @@ void rms_norm_input_grad(int64_t bf16, const void* dy, int64_t dy_row, int64_t d
 }
 
 // 1: a value or a sum is too large; 2: the tiles leave the rows.
-int rms_norm_weight_grad(int64_t bf16, const void* dy, int64_t dy_row, int64_t dy_group, const void* x, int64_t x_row, int64_t x_group,
+int rms_norm_weight_grad(int64_t is_bf16, const void* dy, int64_t dy_row, int64_t dy_group, const void* x, int64_t x_row, int64_t x_group,
                          int64_t rows, int64_t groups, int64_t dim, const float* rstd, int64_t* acc, const int64_t* tiles,
                          int64_t num_tiles, double scale) {
   FloatMode mode;
   if (num_tiles < 0 || (num_tiles > 0 && (tiles[0] < 0 || tiles[num_tiles] > rows))) return 2;
-  return with_storage(bf16, [&](auto t) -> int {
+  return with_storage(is_bf16, [&](auto t) -> int {
     using T = decltype(t);
     return weight_grad<T>({dy, dy_row, dy_group}, {x, x_row, x_group}, {rows, groups, dim}, rstd, acc, tiles, num_tiles, scale);
   });

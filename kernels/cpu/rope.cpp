@@ -21,12 +21,12 @@ void turn(const T* from, const float* cosine, const float* sine, int64_t half, b
 extern "C" {
 
 // 1: a position has no row in the tables.
-int rope_apply(int64_t bf16, const void* x, int64_t x_row, int64_t x_head, int64_t rows, int64_t heads, int64_t half,
+int rope_apply(int64_t is_bf16, const void* x, int64_t x_row, int64_t x_head, int64_t rows, int64_t heads, int64_t half,
                const int64_t* positions, const float* cosine, const float* sine, int64_t num_positions, int64_t inverse, void* out) {
   FloatMode mode;
   for (int64_t r = 0; r < rows; r++)
     if (positions[r] < 0 || positions[r] >= num_positions) return 1;
-  with_storage(bf16, [&](auto type) {
+  with_storage(is_bf16, [&](auto type) {
     using T = decltype(type);
     const T* in = static_cast<const T*>(x);
     T* to = static_cast<T*>(out);

@@ -15,27 +15,10 @@ static inline Vec load_n(const float* p, int n, float fill) {
   return load(buffer);
 }
 
-// The same for rows stored in bf16: widened exactly, rounded to nearest even when stored, NaN to a quiet NaN.
-struct Bf16 {
-  uint16_t bits;
-};
-typedef uint16_t HalfWords __attribute__((vector_size(2 * kLanes)));
-static inline Vec load_n(const Bf16* p, int n) {
-  HalfWords words = {};
-  memcpy(&words, p, 2 * size_t(n));
-  return from_bits(__builtin_convertvector(words, IVec) << 16);
-}
-static inline Vec load(const Bf16* p) { return load_n(p, kLanes); }
-static inline void store_n(Bf16* p, Vec v, int n) {
-  const IVec b = bits(v), rounded = (b + splat(int32_t(0x7fff)) + ((b >> 16) & splat(int32_t(1)))) >> 16;
-  const IVec nan = (b >> 16) | splat(int32_t(0x40)), chosen = ((IVec)(v == v) & rounded) | (~(IVec)(v == v) & nan);
-  const HalfWords words = __builtin_convertvector(chosen, HalfWords);
-  memcpy(p, &words, 2 * size_t(n));
-}
 // f(T()) with the type that rows are stored in: bf16, or else fp32.
 template <class F>
-static inline auto with_storage(int64_t bf16, F f) {
-  return bf16 ? f(Bf16()) : f(float());
+static inline auto with_storage(int64_t is_bf16, F f) {
+  return is_bf16 ? f(bf16()) : f(float());
 }
 
 // f(first element, number of elements) for each register of a row.

@@ -27,10 +27,10 @@ void each_piece(int64_t rows, int64_t columns, int64_t work, F f) {
 
 extern "C" {
 
-void swiglu_forward(int64_t bf16, const void* gate, int64_t gate_row, const void* up, int64_t up_row, int64_t rows, int64_t columns,
+void swiglu_forward(int64_t is_bf16, const void* gate, int64_t gate_row, const void* up, int64_t up_row, int64_t rows, int64_t columns,
                     void* y) {
   FloatMode mode;
-  with_storage(bf16, [&](auto type) {
+  with_storage(is_bf16, [&](auto type) {
     using T = decltype(type);
     const T *g = static_cast<const T*>(gate), *u = static_cast<const T*>(up);
     T* out = static_cast<T*>(y);
@@ -40,10 +40,10 @@ void swiglu_forward(int64_t bf16, const void* gate, int64_t gate_row, const void
   });
 }
 
-void swiglu_backward(int64_t bf16, const void* dy, int64_t dy_row, const void* gate, int64_t gate_row, const void* up, int64_t up_row,
+void swiglu_backward(int64_t is_bf16, const void* dy, int64_t dy_row, const void* gate, int64_t gate_row, const void* up, int64_t up_row,
                      int64_t rows, int64_t columns, void* dgate, void* dup) {
   FloatMode mode;
-  with_storage(bf16, [&](auto type) {
+  with_storage(is_bf16, [&](auto type) {
     using T = decltype(type);
     const T *d_in = static_cast<const T*>(dy), *g_in = static_cast<const T*>(gate), *u_in = static_cast<const T*>(up);
     T *dg = static_cast<T*>(dgate), *du = static_cast<T*>(dup);
