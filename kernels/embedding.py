@@ -15,9 +15,7 @@ def forward(ids: Tensor, w_local: Tensor, first_id: int = 0) -> Tensor:
     Rows of ids that lie elsewhere are +0.0, so ranks complete them by `collectives.sum_disjoint`.
     """
     vocab, dim = w_local.shape
-    if w_local.dtype is not torch.float32 and w_local.dtype is not torch.bfloat16:
-        raise ValueError(f"embedding: expected a table of fp32 or bf16, got {w_local.dtype}")
-    if device.on_gpu(ids, w_local):
+    if not (ids.is_cpu and w_local.is_cpu) and device.on_gpu(ids, w_local):
         from kernels.gpu import embedding as gpu
 
         return gpu.forward(ids, w_local, first_id)
