@@ -62,3 +62,22 @@ def test_overflow_is_an_error():
     acc = torch.zeros(V, H, dtype=torch.int64)
     with pytest.raises(OverflowError):  # the sum, not a value
         embedding.accumulate_grad(acc, ids.expand(5), torch.full((5, H), 2.0**20), 0, 40)
+
+
+@pytest.mark.parametrize("column", [0, 7, 8, 19])  # in whole registers and in the rest of a row
+def test_the_limits_are_sharp_in_every_lane(column):
+    ids, limit = torch.tensor([1]), 1 << 62
+    for start, step, fits in ((limit - 2, 1.0, True), (limit - 1, 1.0, False), (2 - limit, -1.0, True), (1 - limit, -1.0, False)):
+        acc, dx = torch.zeros(V, H, dtype=torch.int64), torch.zeros(1, H)
+        acc[1, column], dx[0, column] = start, step
+        if fits:
+            embedding.accumulate_grad(acc, ids, dx, 0, 0)
+            assert acc[1, column].item() == start + int(step)
+        else:
+            with pytest.raises(OverflowError):
+                embedding.accumulate_grad(acc, ids, dx, 0, 0)
+    for bad in (float("nan"), float("inf"), 2.0**61, -(2.0**61)):
+        dx = torch.zeros(1, H)
+        dx[0, column] = bad
+        with pytest.raises(OverflowError):
+            embedding.accumulate_grad(torch.zeros(V, H, dtype=torch.int64), ids, dx, 0, 0)
