@@ -12,7 +12,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from kernels import device
 from kernels.cpu import build
+from kernels.elementwise import sqrt_reference
 
 
 @lru_cache(maxsize=64)
@@ -52,18 +54,31 @@ def step(
     """
     if step < 1:
         raise ValueError(f"adamw: step {step} must be at least 1")
+    n = p.numel()
     for name, t in (("p", p), ("g", g), ("m", m), ("v", v)):
-        if t.dtype != torch.float32 or not t.is_contiguous() or t.numel() != p.numel():
-            raise ValueError(f"adamw: {name} must be contiguous fp32 with {p.numel()} elements, got {t.dtype} {tuple(t.shape)}")
-    values = (ctypes.c_float * 8)(*scalars(lr, beta1, beta2, eps, weight_decay, step))
-    build.library().adamw_step(p, g, m, v, p.numel(), values)
+        if t.dtype is not torch.float32 or not t.is_contiguous() or t.numel() != n:
+            raise ValueError(f"adamw: {name} must be contiguous fp32 with {n} elements, got {t.dtype} {tuple(t.shape)}")
+    if device.on_gpu(p, g, m, v):
+        from kernels.gpu import adamw as gpu
+
+        gpu.step(p, g, m, v, lr, beta1, beta2, eps, weight_decay, step)
+        return
+    values = _scalars_in_memory(lr, beta1, beta2, eps, weight_decay, step)
+    build.library().adamw_step(p.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr(), n, values)
+
+
+@lru_cache(maxsize=64)
+def _scalars_in_memory(*args: float) -> ctypes.Array:
+    """For the many tensors that share a step; the kernel only reads them."""
+    return (ctypes.c_float * 8)(*scalars(*args))
 
 
 def step_reference(
     p: Tensor, g: Tensor, m: Tensor, v: Tensor, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int
 ) -> None:
-    """Plain torch: equal bits, but for `torch.sqrt`, which is not correctly rounded everywhere (hence by way of fp64)."""
-    decay, b1, c1, b2, c2, root, epsilon, rate = torch.tensor(scalars(lr, beta1, beta2, eps, weight_decay, step), dtype=torch.float32)
+    """`step` in plain torch on any device, bit for bit."""
+    values = torch.tensor(scalars(lr, beta1, beta2, eps, weight_decay, step), dtype=torch.float32, device=p.device)
+    decay, b1, c1, b2, c2, root, epsilon, rate = values
     m.copy_(b1 * m + c1 * g)
     v.copy_(b2 * v + c2 * (g * g))
-    p.copy_(p * decay - rate * (m / (v.double().sqrt().float() / root + epsilon)))
+    p.copy_(p * decay - rate * (m / (sqrt_reference(v) / root + epsilon)))

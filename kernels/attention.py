@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kernels import elementwise, reduce
 from kernels.cpu import build
-from kernels.linear import fma_reference
+from kernels.elementwise import fma_reference
 
 _FAULTS = {
     1: "a sequence (q_start, q_stop, k_start, k_len) leaves the rows of q or k",

@@ -3,6 +3,9 @@
 Floats are never summed by the communication library: ranks gather partial sums and each finishes the same fixed tree, or they add integers.
 On the CPU latency dominates, so several tensors travel in one call. A group of None, or of one rank, communicates nothing.
 Every rank of the group must make the same calls with the same layouts.
+Tensors lie on the CPU for a gloo group and on the GPU for an NCCL group. A gloo group takes GPU tensors too, by way of host memory: not
+every version of gloo has all of the calls below for them. Results lie where the arguments do. Integers and bytes travel, so no route
+changes a bit.
 """
 
 from __future__ import annotations
@@ -90,9 +93,12 @@ def exact_all_reduce(
     on how many ranks share it. Neighbours in the list share a call up to `bucket_numel` elements; larger tensors go alone, without a copy.
     """
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    if not tensors:
+        return
     limit = (1 << 62) // size(group)  # below it on every rank, no total can reach 2^62
-    extremes = [torch.stack(t.aminmax()).tolist() if t.numel() else [0, 0] for t in tensors]
-    flags = torch.tensor([not -limit < lo <= hi < limit for lo, hi in extremes], dtype=torch.int64)
+    nothing = torch.zeros(2, dtype=torch.int64, device=tensors[0].device)
+    extremes = torch.stack([torch.stack(t.aminmax()) if t.numel() else nothing for t in tensors])
+    flags = ((extremes[:, 0] <= -limit) | (extremes[:, 1] >= limit)).to(torch.int64)
     large = set(max_all_reduce(flags, group).nonzero().flatten().tolist())
     bad = [i for i in sorted(large) if not _sum_large(tensors[i], group)]
     bucket, filled = [], 0
@@ -113,8 +119,7 @@ def _sum_large(tensor: Tensor, group: Group) -> bool:
     """Integer SUM in place by halves of 32 bits, which cannot wrap; False when a total reaches 2^62 in magnitude."""
     mask = (1 << 32) - 1
     halves = torch.stack([tensor >> 32, tensor & mask])
-    if size(group) > 1:
-        dist.all_reduce(halves, dist.ReduceOp.SUM, group)
+    _all_reduce(halves, dist.ReduceOp.SUM, group)
     high, low = halves[0] + (halves[1] >> 32), halves[1] & mask
     tensor.copy_((high << 32) + low)
     fits = (high >= -(1 << 30)) & (high < 1 << 30) & ((high > -(1 << 30)) | (low > 0))
@@ -123,18 +128,16 @@ def _sum_large(tensor: Tensor, group: Group) -> bool:
 
 def max_all_reduce(tensor: Tensor, group: Group = None) -> Tensor:
     """Elementwise MAX over the group, in place; the maximum is exact in every dtype."""
-    if size(group) > 1:
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
+    _all_reduce(tensor, dist.ReduceOp.MAX, group)
     return tensor
 
 
 def sum_disjoint(tensor: Tensor, group: Group = None) -> Tensor:
-    """fp32 tensor of which every element is +0.0 on all ranks but one: the one rank's bytes, on every rank, in place.
+    """Contiguous fp32 or bf16 tensor of which every element is +0.0 on all ranks but one: the one rank's bytes, on every rank, in place.
 
     Bit patterns are added as integers, so -0.0 and NaN payloads arrive unchanged.
     """
-    if size(group) > 1:
-        dist.all_reduce(tensor.view(torch.int32), dist.ReduceOp.SUM, group)
+    _all_reduce(tensor.view(torch.int32 if tensor.element_size() == 4 else torch.uint8), dist.ReduceOp.SUM, group)
     return tensor
 
 
@@ -144,8 +147,10 @@ def _gather(flat: Tensor, lengths: Sequence[int], group: Group) -> list[Tensor]:
     if longest == 0:
         return [flat.new_empty(0) for _ in lengths]
     padded = flat if flat.numel() == longest else torch.cat([flat, flat.new_zeros(longest - flat.numel())])
-    out = flat.new_empty(len(lengths), longest)
-    dist.all_gather_into_tensor(out.view(-1), padded, group)
+    sent = padded.cpu() if _through_host(flat, group) else padded
+    out = sent.new_empty(len(lengths), longest)
+    dist.all_gather_into_tensor(out.view(-1), sent, group)
+    out = out.to(flat.device)
     return [row[:n] for row, n in zip(out, lengths, strict=True)]
 
 
@@ -153,9 +158,28 @@ def _sum_bucket(bucket: list[Tensor], group: Group) -> None:
     if size(group) == 1 or not bucket:
         return
     if len(bucket) == 1 and bucket[0].is_contiguous():
-        dist.all_reduce(bucket[0], dist.ReduceOp.SUM, group)
+        _all_reduce(bucket[0], dist.ReduceOp.SUM, group)
         return
     flat = torch.cat([t.reshape(-1) for t in bucket])
-    dist.all_reduce(flat, dist.ReduceOp.SUM, group)
+    _all_reduce(flat, dist.ReduceOp.SUM, group)
     for t, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
         t.copy_(part.view(t.shape))
+
+
+def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType, group: Group) -> None:
+    if size(group) == 1:
+        return
+    if _through_host(tensor, group):
+        host = tensor.cpu()
+        dist.all_reduce(host, op, group)
+        tensor.copy_(host)
+    else:
+        dist.all_reduce(tensor, op, group)
+
+
+def _through_host(tensor: Tensor, group: Group) -> bool:
+    """Whether the group would hand this GPU tensor to gloo; "cpu:gloo,cuda:nccl" has a library for each device."""
+    if tensor.is_cpu:
+        return False
+    libraries = dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
+    return libraries.get(tensor.device.type) == "gloo"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kernels import reduce
 from kernels.cpu import build
+from kernels.elementwise import fma_reference
 
 
 def forward(x: Tensor, w: Tensor, leaf: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -98,15 +99,3 @@ def _product_reference(a: Tensor, b: Tensor, leaf: int) -> Tensor:
     leaves = -(-a.shape[1] // leaf)
     tree: Callable[..., Tensor] = reduce.halving
     return tree(0, leaves, chain) if leaves else torch.zeros((a.shape[0], b.shape[1]))
-
-
-def fma_reference(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """a * b + c with one rounding, for fp32 tensors: the product is exact in fp64, and the sum is rounded to odd there
-    (Boldo and Melquiond, "When double rounding is odd", 2005), which makes the second rounding, to fp32, the only one that counts."""
-    p, q = torch.broadcast_tensors(a.double() * b.double(), c.double())
-    s = p + q
-    t = s - p
-    error = (p - (s - t)) + (q - t)  # exact (Knuth's two-sum)
-    inexact = (error != 0) & (s.view(torch.int64) & 1 == 0)
-    toward = torch.where(error > 0, torch.full_like(s, float("inf")), torch.full_like(s, float("-inf")))
-    return torch.where(inexact, torch.nextafter(s, toward), s).float()

@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from kernels import device
 from kernels.cpu import build
 
 Value = TypeVar("Value")
@@ -84,6 +85,12 @@ def aligned(leaves: Mapping[int, Value], merge: Callable[[Value, Value], Value] 
 # --- exact sums --------------------------------------------------------------------------------------------------------------
 def to_fixed(x: Tensor, scale_log2: int) -> Tensor:
     """int64(round_half_even(x * 2^scale_log2)) of fp32 x, same shape. OverflowError when a magnitude reaches 2^61 or is not finite."""
+    if x.dtype is not torch.float32:
+        raise ValueError(f"to_fixed: expected fp32, got {x.dtype}")
+    if device.on_gpu(x):
+        from kernels.gpu import reduce as gpu
+
+        return gpu.to_fixed(x, scale_log2)
     x = x.contiguous()
     out = torch.empty(x.shape, dtype=torch.int64)
     if build.library().reduce_to_fixed(x, out, x.numel(), 2.0**scale_log2):
@@ -96,6 +103,12 @@ def from_fixed(acc: Tensor, scale_log2: int, divisor: float = 1.0) -> Tensor:
 
     OverflowError when |acc| has reached 2^62: the sum may have wrapped round.
     """
+    if acc.dtype is not torch.int64:
+        raise ValueError(f"from_fixed: expected int64, got {acc.dtype}")
+    if device.on_gpu(acc):
+        from kernels.gpu import reduce as gpu
+
+        return gpu.from_fixed(acc, scale_log2, divisor)
     acc = acc.contiguous()
     out = torch.empty(acc.shape, dtype=torch.float32)
     if build.library().reduce_from_fixed(acc, out, acc.numel(), 2.0**scale_log2 * divisor):
@@ -116,6 +129,10 @@ def max_exponent(tensors: Sequence[Tensor]) -> int:
 
     Ranks take the MAX of their exponents, then all call `square_limbs` with it: a non-finite value raises on every rank.
     """
+    if device.on_gpu(*tensors):
+        from kernels.gpu import reduce as gpu
+
+        return gpu.max_exponent(tensors)
     lib = build.library()
     exponent = -149
     for t in tensors:
@@ -129,7 +146,7 @@ def max_exponent(tensors: Sequence[Tensor]) -> int:
 
 
 def square_limbs(tensors: Sequence[Tensor], exponent: int) -> Tensor:
-    """int64[2]: exact integer sums (high, low) of x^2 in units of 2^(2 * exponent - 28) and 2^(2 * exponent - 56).
+    """int64[2], on the tensors' device: exact integer sums (high, low) of x^2 in units of 2^(2 * exponent - 28) and 2^(2 * exponent - 56).
 
     x * x is exact in fp64; what lies below the low limb is rounded element by element. Limbs of several ranks are added as integers.
     OverflowError when `exponent` reports a non-finite value or there are more than 2^34 elements.
@@ -138,6 +155,10 @@ def square_limbs(tensors: Sequence[Tensor], exponent: int) -> Tensor:
         raise OverflowError("a value is not finite")
     if sum(t.numel() for t in tensors) > MAX_SQUARES:
         raise OverflowError(f"more than {MAX_SQUARES} elements in one exact norm")
+    if device.on_gpu(*tensors):
+        from kernels.gpu import reduce as gpu
+
+        return gpu.square_limbs(tensors, exponent)
     lib = build.library()
     limbs = torch.zeros(2, dtype=torch.int64)
     for t in tensors:
@@ -154,6 +175,22 @@ def norm_from_limbs(limbs: Tensor, exponent: int) -> float:
     return math.ldexp(math.sqrt((high << _LIMB_BITS) + low), exponent - _LIMB_BITS)
 
 
+# --- references --------------------------------------------------------------------------------------------------------------
 def to_fixed_reference(x: Tensor, scale_log2: int) -> Tensor:
-    """Plain torch; `torch.round` rounds halves to even, and fp64 holds x * 2^scale exactly."""
+    """`to_fixed` in plain torch on any device; `torch.round` rounds halves to even, and fp64 holds x * 2^scale exactly."""
     return torch.round(x.double() * 2.0**scale_log2).to(torch.int64)
+
+
+def from_fixed_reference(acc: Tensor, scale_log2: int, divisor: float = 1.0) -> Tensor:
+    """`from_fixed` in plain torch on any device."""
+    return (acc.double() / (2.0**scale_log2 * divisor)).float()
+
+
+def square_limbs_reference(tensors: Sequence[Tensor], exponent: int) -> Tensor:
+    """`square_limbs` in plain torch, on the device of the tensors (at least one)."""
+    limbs = []
+    for t in tensors:
+        square = t.double().square() * 2.0 ** (_LIMB_BITS - 2 * exponent)
+        high = square.floor()
+        limbs.append(torch.stack([high, torch.round((square - high) * 2.0**_LIMB_BITS)]).to(torch.int64).flatten(1).sum(1))
+    return torch.stack(limbs).sum(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -90,6 +91,22 @@ def test_select(monkeypatch):
     monkeypatch.setenv("LOCKSTEP_KERNEL_BUILD", "avx512")
     with pytest.raises(build.KernelError, match="LOCKSTEP_KERNEL_BUILD=avx512"):
         build._chosen()
+
+
+def test_kinds_of_arguments_are_fixed_by_the_first_call(tiny_sources):
+    (tiny_sources / "tiny.cpp").write_text(
+        "#include <cstdint>\n"
+        'extern "C" int with_tensor(const float* p, int64_t i, double d) { return int(p ? p[i] * d : d); }\n'
+        'extern "C" int plain(int64_t a, int64_t b, double d, float f) { return a == -(int64_t(1) << 40) && b == 7 ? int(d * f) : -1; }\n'
+    )
+    lib = build.load(build.build("scalar"))
+    x = torch.tensor([1.0, 2.0, 3.0])
+    assert lib.with_tensor(x, 2, 2.0) == 6 and lib.with_tensor(x, 1, 10) == 20 and lib.with_tensor(None, 0, 5.0) == 5
+    for _ in range(2):
+        assert lib.plain(-(1 << 40), 7, 1.5, ctypes.c_float(4.0)) == 6
+    assert lib.plain(-(1 << 40), True, 1.5, ctypes.c_float(4.0)) == -1, "the control: the integers arrive whole"
+    with pytest.raises(ctypes.ArgumentError):
+        lib.plain(1.0, 7, 1.5, ctypes.c_float(4.0))
 
 
 def test_subnormals_survive_a_caller_that_flushes_them():

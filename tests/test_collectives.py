@@ -74,13 +74,26 @@ def check_exact(rank: int, world: int, group) -> None:
         collectives.exact_all_reduce([torch.zeros(2, dtype=torch.int64), bad], group, names=["norm", "head.weight"])
     assert collectives.max_all_reduce(torch.tensor([rank, -rank]), group).tolist() == [world - 1, 0]
     mine = torch.tensor([-0.0 if rank == 0 else 0.0, 7.0 if rank == 1 else 0.0])
-    assert str(collectives.sum_disjoint(mine, group).tolist()) == "[-0.0, 7.0]"
+    for dtype in (torch.float32, torch.bfloat16):
+        assert str(collectives.sum_disjoint(mine.to(dtype, copy=True), group).tolist()) == "[-0.0, 7.0]"
+
+
+def check_route(rank: int, world: int, group) -> None:
+    """Which tensors go through host memory, and that the route changes nothing."""
+    on_gpu = type("OnGpu", (), {"is_cpu": False, "device": torch.device("cuda")})()
+    assert collectives._through_host(on_gpu, group) and not collectives._through_host(torch.zeros(1), group)
+    direct, torch.distributed.get_backend_config = torch.distributed.get_backend_config, lambda group: "cpu:gloo,cuda:nccl"
+    assert not collectives._through_host(on_gpu, group)
+    torch.distributed.get_backend_config = direct
+    collectives._through_host = lambda tensor, group: True
+    for check in (check_trees, check_rows, check_exact):
+        check(rank, world, group)
 
 
 def run_rank(rank: int, world: int, port: int) -> None:
     store = torch.distributed.TCPStore("127.0.0.1", port, world, rank == 0)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    for check in (check_trees, check_rows, check_exact):
+    for check in (check_trees, check_rows, check_exact, check_route):
         check(rank, world, torch.distributed.group.WORLD)
     torch.distributed.barrier()
 

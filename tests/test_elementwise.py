@@ -71,3 +71,18 @@ def test_the_callers_rounding_mode_does_not_matter():
         assert elementwise.exp(x).view(torch.int32).tolist() == expected
     finally:
         torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_equal_to_the_reference(name):
+    """Over random bit patterns, subnormal numbers, infinities and NaN among them, and over the range where the function is at work."""
+    patterns = torch.randint(-(2**31), 2**31, (1 << 18,), generator=torch.Generator().manual_seed(0)).to(torch.int32).view(torch.float32)
+    x = torch.cat([patterns, arguments(name), torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan])])
+    y, reference = getattr(elementwise, name)(x), getattr(elementwise, f"{name}_reference")(x)
+    assert same_bits(y, reference)
+    nudged = getattr(elementwise, f"{name}_reference")(x * (1 + 2.0**-23))
+    assert not same_bits(y, nudged), "the control: one unit in the last place of the arguments shows"
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(((a.view(torch.int32) == b.view(torch.int32)) | (a.isnan() & b.isnan())).all())

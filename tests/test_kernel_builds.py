@@ -15,7 +15,7 @@ TABLES = "0171d89f9502a27d8668f0ae5e7f387e2b21b21308376f822384a0beab641372"
 
 
 def digest(*tensors: torch.Tensor) -> str:
-    return hashlib.sha256(b"".join(t.contiguous().numpy().tobytes() for t in tensors)).hexdigest()
+    return hashlib.sha256(b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors)).hexdigest()
 
 
 def rowwise_outputs(x: torch.Tensor, dy: torch.Tensor) -> dict[str, list[torch.Tensor]]:
@@ -24,12 +24,19 @@ def rowwise_outputs(x: torch.Tensor, dy: torch.Tensor) -> dict[str, list[torch.T
     y, rstd = rms_norm.forward(x, w, 1e-6)
     norm_grad, table_grad = torch.zeros(70, dtype=torch.int64), torch.zeros(9, 210, dtype=torch.int64)
     dx = rms_norm.backward(dy, x, w, rstd, norm_grad, torch.arange(0, 201, 40), 40)
+    x16, dy16, w16 = x.bfloat16(), dy.bfloat16(), w.bfloat16()
     embedding.accumulate_grad(table_grad, torch.arange(200) % 11, dy.view(200, 210), 1, 40)
     return {
         "rms_norm": [y, rstd, dx, norm_grad],
         "embedding": [table_grad],
         "swiglu": [swiglu.forward(x[:, 0] * 5, x[:, 1]), *swiglu.backward(dy[:, 0], x[:, 0] * 5, x[:, 1])],
-        "rope": [rope.apply(x, torch.arange(200), *rope.tables(70, 200, 1e6))],
+        "rope": [rope.apply(t, torch.arange(200), *rope.tables(70, 200, 1e6)) for t in (x, x16)],
+        "bf16": [
+            rms_norm.forward(x16, w16, 1e-6)[0],
+            rms_norm.backward(dy16, x16, w16, rstd),
+            swiglu.forward(x16[:, 0] * 5, x16[:, 1]),
+            *swiglu.backward(dy16[:, 0], x16[:, 0] * 5, x16[:, 1]),
+        ],
     }
 
 

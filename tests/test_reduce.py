@@ -53,6 +53,8 @@ def test_fixed_point_rounds_half_to_even_and_equals_the_reference():
     for scale in (-3, 0, 20, 40, 46):
         assert torch.equal(reduce.to_fixed(y, scale), reduce.to_fixed_reference(y, scale))
     assert torch.equal(reduce.from_fixed(reduce.to_fixed(y, 40), 40), (reduce.to_fixed_reference(y, 40).double() / 2.0**40).float())
+    big = torch.randint(-(1 << 61), 1 << 61, (1000,), generator=torch.Generator().manual_seed(3))
+    assert torch.equal(reduce.from_fixed(big, 40, 3.0), reduce.from_fixed_reference(big, 40, 3.0))
     assert reduce.from_fixed(torch.tensor([7 << 40]), 40, 3.0).item() == torch.tensor(7 / 3, dtype=torch.float32).item()
     assert reduce.to_fixed(torch.empty(0, 3), 40).shape == (0, 3)
 
@@ -89,6 +91,7 @@ def test_exact_norm_is_free_of_order_and_of_cuts_and_accurate():
     whole = norm_of([x])
     assert whole == pytest.approx(x.double().norm().item(), rel=1e-14)
     exponent = reduce.max_exponent([x])
+    assert torch.equal(reduce.square_limbs([x, x], exponent), reduce.square_limbs_reference([x, x], exponent))
     for parts in (2, 3, 7):
         pieces = list(x[torch.randperm(len(x), generator=g)].tensor_split(parts))
         assert max(reduce.max_exponent([p]) for p in pieces) == exponent

@@ -23,10 +23,24 @@ def test_against_fp64(g, d):
     acc = torch.zeros(d, dtype=torch.int64)
     dx = rms_norm.backward(dy, x, w, rstd, acc, torch.tensor([0, 20, 37]), 40)
     x64, w64 = x.double().requires_grad_(), w.double().requires_grad_()
-    y64, rstd64 = rms_norm.forward_reference(x64, w64, EPS)
+    rstd64 = torch.rsqrt(x64.square().mean(-1) + EPS)
+    y64 = x64 * rstd64[..., None] * w64
     (y64 * dy).sum().backward()
     for ours, exact in ((y, y64), (rstd, rstd64), (dx, x64.grad), (acc.double() * 2.0**-40, w64.grad)):
         torch.testing.assert_close(ours.double(), exact.detach(), rtol=3e-6, atol=3e-6)
+
+
+@pytest.mark.parametrize(("g", "d"), [(1, 576), (3, 64), (2, 40), (4, 5), (1, 17)])
+def test_equal_to_the_reference(g, d):
+    x, dy, w = case(g=g, d=d)
+    results = []
+    for forward, backward in ((rms_norm.forward, rms_norm.backward), (rms_norm.forward_reference, rms_norm.backward_reference)):
+        y, rstd = forward(x, w, EPS)
+        acc = torch.zeros(d, dtype=torch.int64)
+        results.append((y, rstd, backward(dy, x, w, rstd, acc, torch.tensor([0, 20, 37]), 40), acc))
+    assert all(map(torch.equal, *results))
+    rows = x.square().sum(-1) / d  # the control: another order of the same sum
+    assert g * d < 20 or not torch.equal(1 / torch.sqrt(rows + EPS), results[0][1])
 
 
 def test_hidden_norm_takes_two_dims():
@@ -65,6 +79,20 @@ def test_weight_gradient_adds_leaves_in_any_order_and_place():
     assert not torch.equal(other, whole)  # other leaves, other bits
 
 
+@pytest.mark.parametrize(("g", "d"), [(1, 576), (4, 5), (2, 40)])
+def test_bf16_is_fp32_of_the_widened_rows_rounded_once(g, d):
+    x, dy, w = (t.bfloat16() for t in case(g=g, d=d))
+    x32, dy32, w32 = x.float(), dy.float(), w.float()
+    (y, rstd), (y32, rstd32) = rms_norm.forward(x, w, EPS), rms_norm.forward(x32, w32, EPS)
+    accs = [torch.zeros(d, dtype=torch.int64) for _ in range(2)]
+    tiles = torch.tensor([0, 20, 37])
+    dx, dx32 = rms_norm.backward(dy, x, w, rstd, accs[0], tiles, 40), rms_norm.backward(dy32, x32, w32, rstd, accs[1], tiles, 40)
+    assert y.dtype == dx.dtype == torch.bfloat16 and torch.equal(y, y32.bfloat16()) and torch.equal(dx, dx32.bfloat16())
+    assert torch.equal(rstd, rstd32) and torch.equal(*accs)
+    normed = (x32 * rstd[..., None]).bfloat16().float() * w32
+    assert d < 40 or not torch.equal(y, normed.bfloat16()), "the control: a rounding in between shows"
+
+
 def test_errors():
     x, dy, w = case()
     rstd = rms_norm.forward(x, w, EPS)[1]
@@ -75,3 +103,7 @@ def test_errors():
         rms_norm.backward(dy, x, w, rstd, acc, torch.tensor([0, 38]), 40)
     with pytest.raises(ValueError, match="fp32"):
         rms_norm.forward(x.double(), w, EPS)
+    with pytest.raises(ValueError, match="bfloat16 \\[64\\]"):
+        rms_norm.forward(x.bfloat16(), w, EPS)
+    with pytest.raises(ValueError, match="different devices"):
+        rms_norm.forward(x, w.to("meta"), EPS)

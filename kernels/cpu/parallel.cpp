@@ -11,8 +11,20 @@
 namespace lockstep {
 namespace {
 
+void pause_briefly() {
+#if defined(__x86_64__)
+  _mm_pause();
+#endif
+}
+
 std::atomic<int> wanted_threads{1};
 thread_local bool inside_pool = false;
+
+// Looks for some 30 microseconds, as long as it takes to wake a sleeping thread: calls of a layer follow each other faster than that.
+template <class Condition>
+void spin_while(Condition condition) {
+  for (int i = 0; i < 2000 && condition(); i++) pause_briefly();
+}
 
 class Pool {
  public:
@@ -33,8 +45,12 @@ class Pool {
     }
     start_.notify_all();
     take_pieces();
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      open_ = false;
+    }
+    spin_while([this] { return active_ != 0; });
     std::unique_lock<std::mutex> lock(mutex_);
-    open_ = false;
     done_.wait(lock, [this] { return active_ == 0; });
   }
 
@@ -55,6 +71,12 @@ class Pool {
     FloatMode mode;
     std::unique_lock<std::mutex> lock(mutex_);
     for (uint64_t seen = 0;;) {
+      if (!open_ || generation_ == seen) {
+        const uint64_t last = generation_;
+        lock.unlock();
+        spin_while([&] { return generation_ == last; });
+        lock.lock();
+      }
       start_.wait(lock, [&] { return stopping_ || (open_ && generation_ != seen); });
       if (stopping_) return;
       seen = generation_;
@@ -70,8 +92,8 @@ class Pool {
   const int workers_;
   std::mutex mutex_;
   std::condition_variable start_, done_;
-  uint64_t generation_ = 0;
-  int active_ = 0;  // workers on the open job
+  std::atomic<uint64_t> generation_{0};
+  std::atomic<int> active_{0};  // workers on the open job
   bool open_ = false, stopping_ = false;
   int64_t count_ = 0, grain_ = 1;
   TaskFunction function_ = nullptr;

@@ -2,12 +2,10 @@
 #pragma once
 #include <cstdint>
 
-#include "vec.h"
+#include "storage.h"
 
 namespace lockstep {
 
-static inline Vec load_n(const float* p, int n) { return n == kLanes ? load(p) : load_partial(p, n); }
-static inline void store_n(float* p, Vec v, int n) { n == kLanes ? store(p, v) : store_partial(p, v, n); }
 // The lanes past n hold `fill`.
 static inline Vec load_n(const float* p, int n, float fill) {
   if (n == kLanes) return load(p);
@@ -15,6 +13,12 @@ static inline Vec load_n(const float* p, int n, float fill) {
   store(buffer, splat(fill));
   memcpy(buffer, p, 4 * size_t(n));
   return load(buffer);
+}
+
+// f(T()) with the type that rows are stored in: bf16, or else fp32.
+template <class F>
+static inline auto with_storage(int64_t is_bf16, F f) {
+  return is_bf16 ? f(bf16()) : f(float());
 }
 
 // f(first element, number of elements) for each register of a row.

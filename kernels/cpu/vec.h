@@ -16,6 +16,7 @@ namespace lockstep {
 constexpr int kLanes = LOCKSTEP_LANES;
 typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef int32_t IVec __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t UVec __attribute__((vector_size(4 * kLanes)));
 typedef float VecInMemory __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 
 static inline Vec load(const float* p) { return *(const VecInMemory*)p; }
@@ -35,8 +36,16 @@ static inline Vec from_bits(IVec v) { return (Vec)v; }
 static inline Vec select(IVec mask, Vec yes, Vec no) { return (Vec)((mask & (IVec)yes) | (~mask & (IVec)no)); }
 static inline Vec abs(Vec v) { return (Vec)((IVec)v & splat(int32_t(0x7fffffff))); }
 // A NaN in `b` is dropped, a NaN in `a` is kept.
+#if LOCKSTEP_LANES == 16  // the instruction returns its second operand when they are equal or one is a NaN
+static inline Vec max(Vec a, Vec b) { return (Vec)_mm512_max_ps((__m512)b, (__m512)a); }
+static inline Vec min(Vec a, Vec b) { return (Vec)_mm512_min_ps((__m512)b, (__m512)a); }
+#elif LOCKSTEP_LANES == 8
+static inline Vec max(Vec a, Vec b) { return (Vec)_mm256_max_ps((__m256)b, (__m256)a); }
+static inline Vec min(Vec a, Vec b) { return (Vec)_mm256_min_ps((__m256)b, (__m256)a); }
+#else
 static inline Vec max(Vec a, Vec b) { return select((IVec)(a < b), b, a); }
 static inline Vec min(Vec a, Vec b) { return select((IVec)(a > b), b, a); }
+#endif
 
 // The first n < kLanes elements; the other lanes are zero.
 static inline Vec load_partial(const float* p, int n) {
