@@ -29,11 +29,14 @@ def unflushed(operands: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(operands)
     def made(*args: Any, **kwargs: Any) -> Any:
+        global _flushing
+        before, _flushing = _flushing, False
         torch.set_flush_denormal(False)
         try:
             return operands(*args, **kwargs)
         finally:
-            torch.set_flush_denormal(_flushing)
+            _flushing = before
+            torch.set_flush_denormal(before)
 
     return made
 
