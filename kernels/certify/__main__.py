@@ -54,35 +54,39 @@ def main(argv: list[str] | None = None) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch sees no GPU")
     try:
-        record = certificate([op for op in OPS if op in (args.ops or OPS)], args.device, args.quick, args.keep_going, args.seconds)
+        ops = [op for op in OPS if op in (args.ops or OPS)]
+        record = certificate(ops, args.device, args.quick, args.keep_going, args.seconds, args.out)
     except build.KernelError as fault:
         print(f"error: {fault}", file=sys.stderr)
         return 4
-    text = json.dumps(record, indent=1)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+    print(json.dumps(record, indent=1))
     return 0 if record["verdict"] == "certified" else 1
 
 
 def certificate(
-    ops: list[str], device: str, quick: bool = False, keep_going: bool = False, seconds: float = float("inf")
+    ops: list[str], device: str, quick: bool = False, keep_going: bool = False, seconds: float = float("inf"), out: Path | None = None
 ) -> dict[str, Any]:
-    """The certificate of these operations. `verdict` is "certified", "different" (a fault is recorded) or "incomplete" (out of time)."""
+    """The certificate of these operations. `verdict` is "certified", "different" (a fault is recorded) or "incomplete" (out of time).
+
+    `out` is written after every operation and dtype: a process that is killed leaves an incomplete certificate.
+    """
     if device == "cpu":
         build.library()
     deadline, faults, results, cut = time.monotonic() + seconds, [], {}, False
-    for op in ops:
+    work = [(op, dtype) for op in ops for dtype in importlib.import_module(f"kernels.certify.{op}").DTYPES]
+    for i, (op, dtype) in enumerate(work):
         module = importlib.import_module(f"kernels.certify.{op}")
-        for dtype in module.DTYPES:
-            s = Setting(device, dtype, quick, getattr(module, "TENSOR_CORES", False))
-            started, before = time.monotonic(), len(faults)
-            results.setdefault(op, {})[NAMES[dtype]], late = one(op, module, s, faults, keep_going, deadline)
-            cut |= late
-            state = "cut" if late else f"{len(faults) - before} faults" if len(faults) > before else "certified"
-            print(f"{op} {NAMES[dtype]}: {state}, {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
-            if faults and not keep_going:
-                return record(device, quick, results, faults, cut)
+        s = Setting(device, dtype, quick, getattr(module, "TENSOR_CORES", False))
+        started, before = time.monotonic(), len(faults)
+        results.setdefault(op, {})[NAMES[dtype]], late = one(op, module, s, faults, keep_going, deadline)
+        cut |= late
+        state = "cut" if late else f"{len(faults) - before} faults" if len(faults) > before else "certified"
+        print(f"{op} {NAMES[dtype]}: {state}, {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
+        last = i == len(work) - 1 or (faults and not keep_going)
+        if out:
+            out.write_text(json.dumps(record(device, quick, results, faults, cut or not last), indent=1) + "\n")
+        if last:
+            break
     return record(device, quick, results, faults, cut)
 
 
@@ -124,7 +128,7 @@ def described(op: str, s: Setting, case: Case | None, fault: Exception) -> dict[
     where = {"op": op, "dtype": NAMES[s.dtype], "case": f"{case.kind}: {case.name}" if case else "setting up the cases"}
     if isinstance(fault, Difference):
         return where | {"element": fault.at, "got": fault.got, "expected": fault.expected}
-    kind = "not available" if isinstance(fault, NotAvailable | ModuleNotFoundError | NotImplementedError) else "error"
+    kind = "not available" if isinstance(fault, NotAvailable | ImportError | NotImplementedError) else "error"
     return where | {kind: f"{type(fault).__name__}: {fault}".split("\n")[0]}
 
 

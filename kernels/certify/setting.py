@@ -116,7 +116,7 @@ class Setting:
         chosen, device_choice.on_gpu = device_choice.on_gpu, lambda *tensors: bool(asked.append(1)) or True  # type: ignore[assignment]
         try:
             yield
-        except ModuleNotFoundError as fault:
+        except ImportError as fault:
             raise NotAvailable(str(fault)) from fault
         finally:
             device_choice.on_gpu = chosen
