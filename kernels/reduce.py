@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
