@@ -24,7 +24,9 @@ from kernels.certify.setting import Setting, host
 
 TENSOR_CORES = True
 DTYPES = (torch.float32, torch.bfloat16)
-TINY = (((7,), 2, 1, 8, 4, 4), ((13, 1, 6), 4, 2, 8, 4, 4), ((11,), 6, 1, 20, 8, 4), ((5, 5), 1, 1, 3, 2, 2))
+SMALL: tuple[tuple, ...] = (((19, 2),), ((9,), 3, 1, 10))
+LARGE: tuple[tuple, ...] = (((150, 33), 6, 2, 24, 64, 64), ((9,), 3, 1, 10), ((1,), 4, 2, 64))
+TINY: tuple[tuple, ...] = (((7,), 2, 1, 8, 4, 4), ((13, 1, 6), 4, 2, 8, 4, 4), ((11,), 6, 1, 20, 8, 4), ((5, 5), 1, 1, 3, 2, 2))
 
 
 @dataclass
@@ -87,7 +89,7 @@ def cases(s: Setting) -> Iterator[Case]:
     yield from packing(s)
     yield from context_parallel(s)
     yield Case("padding", "q, k, v, do inside NaN", lambda: framed(Batch(s, (20, 13))).all(), lambda: Batch(s, (20, 13)).all())
-    for shape in (((19, 2),), ((9,), 3, 1, 10)) if s.small else (((150, 33), 6, 2, 24, 64, 64), ((9,), 3, 1, 10), ((1,), 4, 2, 64)):
+    for shape in SMALL if s.small else LARGE:
         yield from s.circumstances(f"{shape}", lambda s, a=shape: Batch(s, *a).all())
     yield from s.flush_to_zero("values of 2^-130", lambda s: Batch(s, (30, 7), scale_log2=-130).all())
 

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from kernels import linear, reduce
 from kernels.certify.core import Case
-from kernels.certify.setting import Setting, host
+from kernels.certify.setting import Setting, Shape, host
 
 TENSOR_CORES = True
 DTYPES = (torch.float32, torch.bfloat16)
 SCALE = 40
-TINY = ((1, 5, 7, 3), (5, 37, 70, 16), (2, 3, 200, 1), (17, 20, 33, 128))  # M, N, K, leaf
+TINY: tuple[Shape, ...] = ((1, 5, 7, 3), (5, 37, 70, 16), (2, 3, 200, 1), (17, 20, 33, 128))  # M, N, K, leaf
 
 
 def cases(s: Setting) -> Iterator[Case]:
@@ -31,7 +31,10 @@ def cases(s: Setting) -> Iterator[Case]:
         if s.has_rule:
             for down in (0, -66):  # products down to 2^-149: subnormal
                 yield Case(
-                    "rule", f"{shape} * 2^{down}", lambda a=shape, d=down: outputs(s, *a, d), lambda a=shape, d=down: references(s, *a, d)
+                    "rule",
+                    f"{shape} * 2^{down}",
+                    lambda a=shape, d=down: outputs(s, *a, scale_log2=d),
+                    lambda a=shape, d=down: references(s, *a, scale_log2=d),
                 )
     yield from rows(s)
     yield from tensor_parallel(s)
@@ -92,11 +95,11 @@ def tensor_parallel(s: Setting) -> Iterator[Case]:
         x, dy, w = operands(s, m, leaf * leaves - 3, leaf * leaves - 3)  # the last leaf is short
         for tp in s.ranks:
             for function, split, a in ((linear.forward, split_forward, x), (linear.input_grad, split_input_grad, dy)):
-                args = a, w, leaf
+                args: tuple = (a, w, leaf)
                 yield Case(
                     "tensor parallel",
                     f"{function.__name__}, tp={tp}, M={m}",
-                    lambda f=split, a=args, tp=tp: f(*a, tp),
+                    lambda f=split, a=args, tp=tp: f(*a, tp=tp),
                     lambda f=function, a=args: whole(f, *a),
                 )
 

@@ -19,22 +19,23 @@ from torch import Tensor
 from kernels import elementwise, linear, logprob, reduce
 from kernels.certify.core import Case
 from kernels.certify.linear import rank_nodes
-from kernels.certify.setting import Setting, host
+from kernels.certify.setting import Setting, Shape, host
 
 TENSOR_CORES = True
 DTYPES = (torch.float32, torch.bfloat16)
+TINY: tuple[Shape, ...] = ((3, 10, 40, 16), (2, 33, 70, 32))  # M, H, V, vocabulary leaf
 SCALE, K_LEAF, INV_TEMP = 40, 16, 1.25
 
 
 def cases(s: Setting) -> Iterator[Case]:
     if s.has_rule:
-        for shape in ((3, 10, 40, 16), (2, 33, 70, 32)):
+        for shape in TINY:
             for down in (0, -66):
                 yield Case(
                     "rule",
                     f"{shape} * 2^{down}",
-                    lambda a=shape, d=down: statistics(s, *a, d),
-                    lambda a=shape, d=down: references(s, *a, d),
+                    lambda a=shape, d=down: statistics(s, *a, scale_log2=d),
+                    lambda a=shape, d=down: references(s, *a, scale_log2=d),
                 )
     yield from rows(s)
     yield from tensor_parallel(s)
@@ -115,7 +116,7 @@ def outputs(s: Setting, m: int, h: int, v: int, leaf: int, scale_log2: int = 0, 
 def backward(s: Setting, own: slice, hidden: Tensor, w: Tensor, targets: Tensor, saved: tuple[Tensor, ...], acc: Tensor | None) -> Tensor:
     """dh [M,H] of the rows `own`."""
     count, leaf = own.stop - own.start, 32
-    rest = *(t[own] for t in saved), INV_TEMP, K_LEAF, leaf, 0, [(0, -(-len(w) // leaf))], acc, s.counts(0, count), SCALE
+    rest: tuple = *(t[own] for t in saved), INV_TEMP, K_LEAF, leaf, 0, [(0, -(-len(w) // leaf))], acc, s.counts(0, count), SCALE
     return logprob.backward(hidden[own], w, targets[own], *rest)[0]
 
 
@@ -148,7 +149,7 @@ def tensor_parallel(s: Setting) -> Iterator[Case]:
 
     def ranks(tp: int) -> list[Tensor]:
         """Statistics, y of the targets, dh and the head's gradient, from the ranks' own rows of the head."""
-        stats, dh, target, grads = {}, {}, 0, []
+        stats, dh, target, grads = {}, {}, s.on(torch.zeros(m)), []
         for r in range(tp):
             a, b = leaves * r // tp, leaves * (r + 1) // tp
             own, nodes = w[a * leaf : b * leaf], reduce.nodes(leaves, a, b)

@@ -17,17 +17,21 @@ from torch import Tensor
 
 from kernels import rms_norm
 from kernels.certify.core import Case
-from kernels.certify.setting import Setting, host
+from kernels.certify.setting import Setting, Shape, host
 
 DTYPES = (torch.float32, torch.bfloat16)
+TINY: tuple[Shape, ...] = ((1, 1, 7), (5, 3, 16), (4, 1, 70), (9, 2, 128))  # M, G, D
 SCALE, EPS = 40, 1e-6
 
 
 def cases(s: Setting) -> Iterator[Case]:
-    for shape in ((1, 1, 7), (5, 3, 16), (4, 1, 70), (9, 2, 128)):
+    for shape in TINY:
         for down in (0, -135):
             yield Case(
-                "rule", f"{shape} * 2^{down}", lambda a=shape, d=down: outputs(s, *a, d), lambda a=shape, d=down: references(s, *a, d)
+                "rule",
+                f"{shape} * 2^{down}",
+                lambda a=shape, d=down: outputs(s, *a, scale_log2=d),
+                lambda a=shape, d=down: references(s, *a, scale_log2=d),
             )
     yield from rows(s)
     yield from data_parallel(s)

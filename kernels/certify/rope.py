@@ -16,17 +16,21 @@ from torch import Tensor
 
 from kernels import rope
 from kernels.certify.core import Case
-from kernels.certify.setting import Setting, host
+from kernels.certify.setting import Setting, Shape, host
 
 DTYPES = (torch.float32, torch.bfloat16)
+TINY: tuple[Shape, ...] = ((3, 2, 8), (9, 3, 70))  # M, heads, D
 THETA = 1e6
 
 
 def cases(s: Setting) -> Iterator[Case]:
     for down in (0, -135):
-        for shape in ((3, 2, 8), (9, 3, 70)):
+        for shape in TINY:
             yield Case(
-                "rule", f"{shape} * 2^{down}", lambda a=shape, d=down: outputs(s, *a, d), lambda a=shape, d=down: references(s, *a, d)
+                "rule",
+                f"{shape} * 2^{down}",
+                lambda a=shape, d=down: outputs(s, *a, scale_log2=d),
+                lambda a=shape, d=down: references(s, *a, scale_log2=d),
             )
     m = 20 if s.device == "interpreter" else 260
     x, positions, cos, sin = operands(s, m, 3, 16)

@@ -16,6 +16,7 @@ from kernels import device as device_choice
 from kernels.certify.core import Case, Result
 from kernels.cpu import build
 
+Shape = tuple[int, ...]
 ROWS = (1, 2, 3, 5, 8, 16, 17, 33, 64, 255)
 RANKS = (1, 2, 3, 4, 6, 8)
 THREADS = (1, 2, 3, 4)
