@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
@@ -140,8 +139,8 @@ def max_exponent(tensors: Sequence[Tensor]) -> int:
         bits = lib.reduce_max_bits(t, t.numel())
         if bits >= 0x7F800000:
             return _NOT_FINITE
-        value = ctypes.c_float.from_buffer_copy(ctypes.c_uint32(bits)).value
-        exponent = max(exponent, math.frexp(value)[1] if bits else -149)
+        # From the bits: Python's own conversion of a subnormal number would give 0 while somebody else has set flush-to-zero.
+        exponent = max(exponent, (bits >> 23) - 126 if bits >> 23 else bits.bit_length() - 149)
     return exponent
 
 
