@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels import linear, reduce
 from kernels.cpu import build
 
-ROWS = (1, 2, 3, 5, 8, 16, 17, 33, 64)
+ROWS = (1, 2, 3, 5, 8, 16, 17, 33, 64, 255)
 SCALE = 40
 
 
@@ -70,21 +70,57 @@ def test_tensor_parallel_partials_combine_to_the_whole(parts):
     assert torch.equal(reduce.combine(grads, leaves), linear.input_grad(dy, tall, leaf))
 
 
-def outputs(m: int, n: int, k: int) -> list[Tensor]:
-    x, dy, w, acc = randn(m, k), randn(m, n, seed=1), randn(n, k, seed=2), torch.zeros(n, k, dtype=torch.int64)
+def outputs(m: int, n: int, k: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    x, dy, w = (randn(*shape, seed=i).to(dtype) for i, shape in enumerate(((m, k), (m, n), (n, k))))
+    acc = torch.zeros(n, k, dtype=torch.int64)
     linear.accumulate_weight_grad(acc, dy, x, torch.tensor([0, m // 4, m]), SCALE)
     return [linear.forward(x, w, 32), linear.input_grad(dy, w, 32), acc]
 
 
+@pytest.mark.parametrize(("n", "k"), [(100, 300), (7, 5), (33, 64)])
+def test_bf16_is_fp32_rounded_once(n, k):
+    """Results for bf16 are those for the widened operands, rounded to nearest even; a partial may stay fp32."""
+    w16 = randn(n, k, seed=2).bfloat16()
+    for m in ROWS:
+        x16, dy16 = randn(m, k).bfloat16(), randn(m, n, seed=1).bfloat16()
+        for product, a16 in ((linear.forward, x16), (linear.input_grad, dy16)):
+            exact = product(a16.float(), w16.float(), 32)
+            assert torch.equal(product(a16, w16, 32), exact.bfloat16()), m
+            assert torch.equal(product(a16, w16, 32, torch.float32), exact), m
+            assert torch.equal(product(a16.float(), w16.float(), 32, torch.bfloat16), exact.bfloat16()), m
+            assert not torch.equal(exact.bfloat16().float(), exact), "the control: the rounding shows"
+        sums = [torch.ones(n, k, dtype=torch.int64) for _ in range(2)]
+        linear.accumulate_weight_grad(sums[0], dy16, x16, torch.tensor([0, m // 3, m]), SCALE)
+        linear.accumulate_weight_grad(sums[1], dy16.float(), x16.float(), torch.tensor([0, m // 3, m]), SCALE)
+        assert torch.equal(*sums), m
+
+
 @pytest.mark.parametrize("name", build.runnable_builds())
-def test_every_build_and_thread_count_gives_the_same_bits(name, monkeypatch):
-    shapes = [(1, 50, 40), (6, 50, 40), (30, 90, 70)] + [(100, 500, 300)] * (name != "scalar")
-    expected = [outputs(*shape) for shape in shapes]
+def test_every_bf16_is_widened_exactly_and_every_fp32_rounded_to_nearest_even(name, monkeypatch):
+    """All 65536 bf16 values, and fp32 values at and beside every tie: subnormals, infinities and NaN among them."""
     monkeypatch.setattr(build, "_library", build.load(build.build(name)))
-    for threads in (1, 2):
+    upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
+    for lower in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
+        values, one = (upper + lower).view(torch.float32), torch.ones(1, 1)
+        expected, rounded = values.bfloat16(), linear.forward(one, values[:, None], 1, torch.bfloat16)[0]
+        number = ~values.isnan()
+        assert torch.equal((rounded.view(torch.int16) & 0x7FFF)[number], (expected.view(torch.int16) & 0x7FFF)[number]), lower
+        assert rounded[~number].isnan().all(), lower
+    every = upper.view(torch.float32).bfloat16()
+    widened = linear.forward(one.bfloat16(), every[:, None], 1, torch.float32)[0]
+    assert torch.equal(widened.view(torch.int32)[~every.isnan()] & 0x7FFFFFFF, every.float().view(torch.int32)[~every.isnan()] & 0x7FFFFFFF)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", build.runnable_builds())
+def test_every_build_and_thread_count_gives_the_same_bits(name, dtype, monkeypatch):
+    shapes = [(1, 50, 40), (6, 50, 40), (30, 90, 70)] + [(100, 500, 300)] * (name != "scalar")
+    expected = [outputs(*shape, dtype) for shape in shapes]
+    monkeypatch.setattr(build, "_library", build.load(build.build(name)))
+    for threads in (1, 2, 3, 4):
         build.set_threads(threads)
         for shape, tensors in zip(shapes, expected):
-            assert all(torch.equal(a, b) for a, b in zip(outputs(*shape), tensors)), (shape, threads)
+            assert all(torch.equal(a, b) for a, b in zip(outputs(*shape, dtype), tensors)), (shape, threads)
 
 
 @pytest.mark.parametrize("m", [1, 7, 40])
@@ -170,10 +206,26 @@ def test_empty_operands_and_wrong_ones():
         lambda: linear.forward(randn(2, 5), randn(4, 5), 0),
         lambda: linear.forward(randn(2, 5).double(), randn(4, 5), 2),
         lambda: linear.forward(randn(5, 2).t(), randn(4, 5), 2),
+        lambda: linear.forward(randn(5), randn(4, 5), 2),
+        lambda: linear.forward(randn(2, 5), randn(4, 5).bfloat16(), 2),
+        lambda: linear.forward(randn(2, 5), randn(4, 5), 2, torch.float64),
         lambda: linear.input_grad(randn(2, 5), randn(4, 5), 2),
         lambda: linear.accumulate_weight_grad(acc, randn(3, 4), randn(3, 5), torch.tensor([0, 2]), SCALE),
         lambda: linear.accumulate_weight_grad(acc, randn(3, 4), randn(3, 5), torch.tensor([0, 2, 1, 3]), SCALE),
         lambda: linear.accumulate_weight_grad(acc.int(), randn(3, 4), randn(3, 5), torch.tensor([0, 3]), SCALE),
     ):
         with pytest.raises(ValueError):
+            call()
+
+
+def test_operands_on_different_devices_are_refused():
+    here, elsewhere = randn(4, 4), torch.zeros(4, 4, device="meta")
+    acc, tiles = torch.zeros(4, 4, dtype=torch.int64), torch.tensor([0, 4])
+    for call in (
+        lambda: linear.forward(here, elsewhere, 2),
+        lambda: linear.input_grad(elsewhere, here, 2),
+        lambda: linear.accumulate_weight_grad(acc, here, elsewhere, tiles, SCALE),
+        lambda: linear.accumulate_weight_grad(acc.to("meta"), here, here, tiles, SCALE),
+    ):
+        with pytest.raises(ValueError, match="different devices"):
             call()

@@ -37,20 +37,21 @@ int num_slots(const std::vector<TreeStep>& steps) {
 }
 
 // Rows [begin, end) of the panel of columns [n0, n0 + n) -> panel[k - begin][kColumns]. Columns past n hold copies of the last one.
-void pack_panel(const Operand& b, int64_t n0, int n, int64_t begin, int64_t end, float* panel) {
+template <class T>
+void pack_panel(const Operand<T>& b, int64_t n0, int n, int64_t begin, int64_t end, float* panel) {
   if (!b.transposed) {
     for (int64_t k = begin; k < end; k++, panel += kColumns) {
-      const float* row = b.data + k * b.stride + n0;
+      const T* row = b.data + k * b.stride + n0;
       if (n == kColumns) {
         for (int j = 0; j < kVecs; j++) store(panel + j * kLanes, load(row + j * kLanes));
       } else {
-        for (int j = 0; j < kColumns; j++) panel[j] = row[std::min(j, n - 1)];
+        for (int j = 0; j < kColumns; j++) panel[j] = widen(row[std::min(j, n - 1)]);
       }
     }
     return;
   }
   for (int j0 = 0; j0 < kColumns; j0 += kLanes) {
-    const float* rows[kLanes];
+    const T* rows[kLanes];
     for (int j = 0; j < kLanes; j++) rows[j] = b.data + (n0 + std::min(j0 + j, n - 1)) * b.stride;
     int64_t k = begin;
     for (; k + kLanes <= end; k += kLanes) {
@@ -60,12 +61,13 @@ void pack_panel(const Operand& b, int64_t n0, int n, int64_t begin, int64_t end,
       for (int i = 0; i < kLanes; i++) store(panel + (k - begin + i) * kColumns + j0, r[i]);
     }
     for (; k < end; k++)
-      for (int j = 0; j < kLanes; j++) panel[(k - begin) * kColumns + j0 + j] = rows[j][k];
+      for (int j = 0; j < kLanes; j++) panel[(k - begin) * kColumns + j0 + j] = widen(rows[j][k]);
   }
 }
 
 // Block of R rows of a, terms [begin, end) -> packed[k - begin][R].
-void pack_rows(const float* a, int64_t stride, int R, int64_t begin, int64_t end, float* packed) {
+template <class T>
+void pack_rows(const T* a, int64_t stride, int R, int64_t begin, int64_t end, float* packed) {
   int64_t k = begin;
   if (R == kLanes / 2 || R == kLanes) {
     for (; k + kLanes <= end; k += kLanes) {
@@ -76,13 +78,12 @@ void pack_rows(const float* a, int64_t stride, int R, int64_t begin, int64_t end
     }
   }
   for (; k < end; k++)
-    for (int i = 0; i < R; i++) packed[(k - begin) * R + i] = a[i * stride + k];
+    for (int i = 0; i < R; i++) packed[(k - begin) * R + i] = widen(a[i * stride + k]);
 }
 
-// One step of the tree for a tile of R rows; `stack` is the tile's slot 0, slots lie `slot_size` apart.
+// One step of the tree for a tile of R rows; `stack` is the tile's slot 0, slots lie `slot_size` apart. `out`: of the last step.
 template <int R>
-void tile_step(const TreeStep& step, const float* a, const float* panel, float* stack, int64_t slot_size, float* out, int64_t out_stride,
-               int columns) {
+void tile_step(const TreeStep& step, const float* a, const float* panel, float* stack, int64_t slot_size, const Result* out, int columns) {
   Vec acc[R][kVecs] = {};
   float* slot = stack + step.slot * slot_size;
   if (!step.first)
@@ -94,22 +95,16 @@ void tile_step(const TreeStep& step, const float* a, const float* panel, float* 
     for (int i = 0; i < R; i++)
       for (int j = 0; j < kVecs; j++) acc[i][j] += load(slot + i * kColumns + j * kLanes);
   }
-  if (!out) {
-    out = slot;
-    out_stride = columns = kColumns;
-  }
-  for (int i = 0; i < R; i++) {
-    float* row = out + i * out_stride;
+  for (int i = 0; i < R; i++)
     for (int j = 0; j < kVecs; j++) {
-      int n = columns - j * kLanes;
-      if (n >= kLanes) store(row + j * kLanes, acc[i][j]);
-      else if (n > 0) store_partial(row + j * kLanes, acc[i][j], n);
+      if (out) out->put(i, j * kLanes, acc[i][j], columns);
+      else store(slot + i * kColumns + j * kLanes, acc[i][j]);
     }
-  }
 }
 
 // At most kRowBlock rows against all of b, panel by panel.
-void multiply_packed(const float* a, int64_t a_stride, const Operand& b, float* c, int64_t c_stride, int64_t M, int64_t N,
+template <class TA, class TB>
+void multiply_packed(const TA* a, int64_t a_stride, const Operand<TB>& b, const Result& c, int64_t M, int64_t N,
                      const std::vector<TreeStep>& steps) {
   int64_t K = steps.back().end, blocks = num_blocks(M, kRows);
   float* packed = scratch(0, size_t(M * K));  // step by step, in it block by block
@@ -131,9 +126,10 @@ void multiply_packed(const float* a, int64_t a_stride, const Operand& b, float* 
         pack_panel(b, n0, n, s.begin, s.end, panel);
         for (int64_t i = 0; i < blocks; i++) {
           int64_t m = block_start(M, blocks, i), R = block_start(M, blocks, i + 1) - m;
-          float* out = &s == &steps.back() ? c + m * c_stride + n0 : nullptr;
+          const Result out = c.at(m, n0);
           with_constant<kRows>(int(R), [&](auto r) {
-            tile_step<r>(s, packed + s.begin * M + m * (s.end - s.begin), panel, stack + m * kColumns, slot_size, out, c_stride, n);
+            tile_step<r>(s, packed + s.begin * M + m * (s.end - s.begin), panel, stack + m * kColumns, slot_size,
+                         &s == &steps.back() ? &out : nullptr, n);
           });
         }
       }
@@ -141,19 +137,33 @@ void multiply_packed(const float* a, int64_t a_stride, const Operand& b, float* 
   });
 }
 
-void multiply(const float* a, int64_t a_stride, const Operand& b, float* c, int64_t c_stride, int64_t M, int64_t N, int64_t K,
-              int64_t leaf) {
+// Few rows in fp32: themselves, or widened copies, as every column reads them again.
+inline const float* widened(const float* a, int64_t&, int64_t, int64_t) { return a; }
+const float* widened(const bf16* a, int64_t& stride, int64_t M, int64_t K) {
+  float* copy = scratch(0, size_t(M * K));
+  for (int64_t m = 0; m < M; m++)
+    for (int64_t k = 0; k < K; k++) copy[m * K + k] = widen(a[m * stride + k]);
+  stride = K;
+  return copy;
+}
+
+template <class TA, class TB>
+void multiply(const TA* a, int64_t a_stride, const Operand<TB>& b, const Result& c, int64_t M, int64_t N, int64_t K, int64_t leaf) {
   if (M <= 0 || N <= 0) return;
   if (K <= 0) {
-    for (int64_t m = 0; m < M; m++) std::fill_n(c + m * c_stride, N, 0.0f);
+    for (int64_t m = 0; m < M; m++)
+      for (int64_t n = 0; n < N; n += kLanes) c.put(m, n, Vec{}, N);
     return;
   }
-  if (M <= kRows) return multiply_few_rows(a, a_stride, b, c, c_stride, M, N, tree_steps(K, leaf, leaf));
+  if (M <= kRows) {
+    const float* rows = widened(a, a_stride, M, K);
+    return multiply_few_rows(rows, a_stride, b, c, M, N, tree_steps(K, leaf, leaf));
+  }
   const std::vector<TreeStep> steps = tree_steps(K, leaf, kPiece);
   int64_t blocks = num_blocks(M, kRowBlock);
   for (int64_t i = 0; i < blocks; i++) {
     int64_t m = block_start(M, blocks, i);
-    multiply_packed(a + m * a_stride, a_stride, b, c + m * c_stride, c_stride, block_start(M, blocks, i + 1) - m, N, steps);
+    multiply_packed(a + m * a_stride, a_stride, b, c.at(m, 0), block_start(M, blocks, i + 1) - m, N, steps);
   }
 }
 
@@ -161,25 +171,48 @@ void multiply(const float* a, int64_t a_stride, const Operand& b, float* c, int6
 
 void linear_forward(const float* x, int64_t x_stride, const float* w, int64_t w_stride, float* y, int64_t y_stride, int64_t M, int64_t N,
                     int64_t K, int64_t leaf) {
-  multiply(x, x_stride, {w, w_stride, true}, y, y_stride, M, N, K, leaf);
+  multiply(x, x_stride, Operand<float>{w, w_stride, true}, {y, nullptr, y_stride}, M, N, K, leaf);
 }
-
+void linear_forward(const float* x, int64_t x_stride, const bf16* w, int64_t w_stride, float* y, int64_t y_stride, int64_t M, int64_t N,
+                    int64_t K, int64_t leaf) {
+  multiply(x, x_stride, Operand<bf16>{w, w_stride, true}, {y, nullptr, y_stride}, M, N, K, leaf);
+}
 void linear_input_grad(const float* dy, int64_t dy_stride, const float* w, int64_t w_stride, float* dx, int64_t dx_stride, int64_t M,
                        int64_t N, int64_t K, int64_t leaf) {
-  multiply(dy, dy_stride, {w, w_stride, false}, dx, dx_stride, M, K, N, leaf);
+  multiply(dy, dy_stride, Operand<float>{w, w_stride, false}, {dx, nullptr, dx_stride}, M, K, N, leaf);
+}
+void linear_input_grad(const float* dy, int64_t dy_stride, const bf16* w, int64_t w_stride, float* dx, int64_t dx_stride, int64_t M,
+                       int64_t N, int64_t K, int64_t leaf) {
+  multiply(dy, dy_stride, Operand<bf16>{w, w_stride, false}, {dx, nullptr, dx_stride}, M, K, N, leaf);
 }
 
 }  // namespace lockstep
 
-extern "C" {
-void linear_forward(const float* x, int64_t x_stride, const float* w, int64_t w_stride, float* y, int64_t M, int64_t N, int64_t K,
-                    int64_t leaf) {
-  lockstep::FloatMode mode;
-  lockstep::linear_forward(x, x_stride, w, w_stride, y, N, M, N, K, leaf);
+namespace {
+using namespace lockstep;
+
+// Operands both fp32 or both bf16 (`half`), the result contiguous and either (`half_out`).
+void multiply_stored(const void* a, int64_t a_stride, const void* b, int64_t b_stride, bool transposed, void* c, int64_t M, int64_t N,
+                     int64_t K, int64_t leaf, bool half, bool half_out) {
+  FloatMode mode;
+  const Result result = half_out ? Result{nullptr, static_cast<bf16*>(c), N} : Result{static_cast<float*>(c), nullptr, N};
+  if (half)
+    multiply(static_cast<const bf16*>(a), a_stride, Operand<bf16>{static_cast<const bf16*>(b), b_stride, transposed}, result, M, N, K, leaf);
+  else
+    multiply(static_cast<const float*>(a), a_stride, Operand<float>{static_cast<const float*>(b), b_stride, transposed}, result, M, N, K,
+             leaf);
 }
-void linear_input_grad(const float* dy, int64_t dy_stride, const float* w, int64_t w_stride, float* dx, int64_t M, int64_t N, int64_t K,
-                       int64_t leaf) {
-  lockstep::FloatMode mode;
-  lockstep::linear_input_grad(dy, dy_stride, w, w_stride, dx, K, M, N, K, leaf);
+
+}  // namespace
+
+extern "C" {
+// half, half_out: whether operands and result are bf16.
+void linear_forward(const void* x, int64_t x_stride, const void* w, int64_t w_stride, void* y, int64_t M, int64_t N, int64_t K,
+                    int64_t leaf, int64_t half, int64_t half_out) {
+  multiply_stored(x, x_stride, w, w_stride, true, y, M, N, K, leaf, half != 0, half_out != 0);
+}
+void linear_input_grad(const void* dy, int64_t dy_stride, const void* w, int64_t w_stride, void* dx, int64_t M, int64_t N, int64_t K,
+                       int64_t leaf, int64_t half, int64_t half_out) {
+  multiply_stored(dy, dy_stride, w, w_stride, false, dx, M, K, N, leaf, half != 0, half_out != 0);
 }
 }

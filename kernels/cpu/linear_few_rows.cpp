@@ -28,20 +28,53 @@ static inline void tree_in_registers(const std::vector<TreeStep>& steps, Leaf&& 
 }
 
 template <int R, int NV>
-void store_columns(const Vec (&acc)[R][NV], float* c, int64_t stride, int64_t n) {
+void store_columns(const Vec (&acc)[R][NV], const Result& c, int64_t n0, int64_t n) {
+  const Result out = c.at(0, n0);
   for (int i = 0; i < R; i++)
-    for (int j = 0; j < NV; j++) {
-      int64_t left = n - j * kLanes;
-      if (left >= kLanes) store(c + i * stride + j * kLanes, acc[i][j]);
-      else if (left > 0) store_partial(c + i * stride + j * kLanes, acc[i][j], int(left));
+    for (int j = 0; j < NV; j++) out.put(i, j * kLanes, acc[i][j], n);
+}
+
+// r[i][q] = rows[q][k + i]
+template <class T>
+static inline void load_transposed(const T* const (&rows)[kLanes], int64_t k, Vec (&r)[kLanes]) {
+#if LOCKSTEP_LANES == 16
+  // Masked loads join the halves of rows 8 apart, which spares a quarter of the shuffles: at one row they are what there is to wait for.
+  if constexpr (std::is_same_v<T, float>) {
+    for (int half = 0; half < 2; half++) {
+      __m512 a[8], b[8];
+      for (int i = 0; i < 8; i++) {
+        const double* low = (const double*)(rows[i] + k + 8 * half);
+        const double* high = (const double*)(rows[i + 8] + k + 8 * half);
+        a[i] = _mm512_castpd_ps(_mm512_mask_broadcast_f64x4(_mm512_castpd256_pd512(_mm256_loadu_pd(low)), 0xf0, _mm256_loadu_pd(high)));
+      }
+      for (int i = 0; i < 8; i += 2) {
+        b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+      }
+      for (int i = 0; i < 8; i += 4)
+        for (int h = 0; h < 2; h++) {
+          a[i + 2 * h] = _mm512_shuffle_ps(b[i + h], b[i + 2 + h], 0x44);
+          a[i + 2 * h + 1] = _mm512_shuffle_ps(b[i + h], b[i + 2 + h], 0xee);
+        }
+      const __m512i even = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), odd = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
+      for (int j = 0; j < 4; j++) {
+        const __m512d low = _mm512_castps_pd(a[j]), high = _mm512_castps_pd(a[4 + j]);
+        r[8 * half + j] = (Vec)_mm512_permutex2var_pd(low, even, high);
+        r[8 * half + 4 + j] = (Vec)_mm512_permutex2var_pd(low, odd, high);
+      }
     }
+    return;
+  }
+#endif
+  for (int q = 0; q < kLanes; q++) r[q] = load(rows[q] + k);
+  transpose(r);
 }
 
 // Few rows, b transposed: kLanes rows of b at a time are transposed in registers and used at once.
-template <int R, int NV>
-void few_rows_transposed(const float* a, int64_t a_stride, const Operand& b, float* c, int64_t c_stride, int64_t n0, int64_t n,
+template <int R, int NV, class T>
+void few_rows_transposed(const float* a, int64_t a_stride, const Operand<T>& b, const Result& c, int64_t n0, int64_t n,
                          const std::vector<TreeStep>& steps) {
-  const float* rows[NV][kLanes];
+  const T* rows[NV][kLanes];
   for (int j = 0; j < NV; j++)
     for (int q = 0; q < kLanes; q++) rows[j][q] = b.data + (n0 + std::min<int64_t>(j * kLanes + q, n - 1)) * b.stride;
   auto leaf = [&](const TreeStep& s, Vec(&out)[R][NV]) {
@@ -50,15 +83,14 @@ void few_rows_transposed(const float* a, int64_t a_stride, const Operand& b, flo
     for (; k + kLanes <= s.end; k += kLanes)
       for (int j = 0; j < NV; j++) {
         Vec r[kLanes];
-        for (int q = 0; q < kLanes; q++) r[q] = load(rows[j][q] + k);
-        transpose(r);
+        load_transposed(rows[j], k, r);
         for (int q = 0; q < kLanes; q++)
           for (int i = 0; i < R; i++) acc[i][j] = fma(splat(a[i * a_stride + k + q]), r[q], acc[i][j]);
       }
     for (; k < s.end; k++)
       for (int j = 0; j < NV; j++) {
         Vec column;
-        for (int q = 0; q < kLanes; q++) column[q] = rows[j][q][k];
+        for (int q = 0; q < kLanes; q++) column[q] = widen(rows[j][q][k]);
         for (int i = 0; i < R; i++) acc[i][j] = fma(splat(a[i * a_stride + k]), column, acc[i][j]);
       }
     for (int i = 0; i < R; i++)
@@ -66,12 +98,12 @@ void few_rows_transposed(const float* a, int64_t a_stride, const Operand& b, flo
   };
   Vec result[R][NV];
   tree_in_registers<R, NV>(steps, leaf, result);
-  store_columns<R, NV>(result, c + n0, c_stride, n);
+  store_columns<R, NV>(result, c, n0, n);
 }
 
 // Few rows, b as it lies: NV * kLanes columns of each row of b.
-template <int R, int NV>
-void few_rows_direct(const float* a, int64_t a_stride, const Operand& b, float* c, int64_t c_stride, int64_t n0, int64_t n,
+template <int R, int NV, class T>
+void few_rows_direct(const float* a, int64_t a_stride, const Operand<T>& b, const Result& c, int64_t n0, int64_t n,
                      const std::vector<TreeStep>& steps) {
   Vec result[R][NV];
   if (n == NV * kLanes) {
@@ -82,16 +114,16 @@ void few_rows_direct(const float* a, int64_t a_stride, const Operand& b, float* 
         },
         result);
   } else {
-    float row[NV * kLanes] = {};
+    T row[NV * kLanes] = {};
     auto leaf = [&](const TreeStep& s, Vec(&acc)[R][NV]) {
       for (int64_t k = s.begin; k < s.end; k++) {
-        memcpy(row, b.data + k * b.stride + n0, 4 * size_t(n));
+        memcpy(row, b.data + k * b.stride + n0, sizeof(T) * size_t(n));
         chain<R, NV>(a + k, a_stride, 1, row, 0, 1, acc);
       }
     };
     tree_in_registers<R, NV>(steps, leaf, result);
   }
-  store_columns<R, NV>(result, c + n0, c_stride, n);
+  store_columns<R, NV>(result, c, n0, n);
 }
 
 // Registers of columns beside R rows: enough independent chains to hide the latency of an FMA, few enough to stay in registers.
@@ -100,19 +132,23 @@ constexpr int columns_direct(int R) { return R == 1 ? 8 : R == 2 ? 4 : R <= 4 ? 
 
 }  // namespace
 
-void multiply_few_rows(const float* a, int64_t a_stride, const Operand& b, float* c, int64_t c_stride, int64_t M, int64_t N,
+template <class T>
+void multiply_few_rows(const float* a, int64_t a_stride, const Operand<T>& b, const Result& c, int64_t M, int64_t N,
                        const std::vector<TreeStep>& steps) {
   with_constant<kRows>(int(M), [&](auto r) {
-    constexpr int R = r, T = columns_transposed(R), D = columns_direct(R);
-    int64_t width = (b.transposed ? T : D) * kLanes;
+    constexpr int R = r, wide = columns_transposed(R), D = columns_direct(R);
+    int64_t width = (b.transposed ? wide : D) * kLanes;
     parallel_for(num_blocks(N, width), grain_for(width * steps.back().end), [&](int64_t first, int64_t last) {
       for (int64_t p = first; p < last; p++) {
         int64_t n0 = p * width, n = std::min(width, N - n0);
-        if (b.transposed) few_rows_transposed<R, T>(a, a_stride, b, c, c_stride, n0, n, steps);
-        else few_rows_direct<R, D>(a, a_stride, b, c, c_stride, n0, n, steps);
+        if (b.transposed) few_rows_transposed<R, wide>(a, a_stride, b, c, n0, n, steps);
+        else few_rows_direct<R, D>(a, a_stride, b, c, n0, n, steps);
       }
     });
   });
 }
+
+template void multiply_few_rows(const float*, int64_t, const Operand<float>&, const Result&, int64_t, int64_t, const std::vector<TreeStep>&);
+template void multiply_few_rows(const float*, int64_t, const Operand<bf16>&, const Result&, int64_t, int64_t, const std::vector<TreeStep>&);
 
 }  // namespace lockstep

@@ -3,7 +3,7 @@
 #pragma once
 #include <type_traits>
 
-#include "vec.h"
+#include "storage.h"
 
 namespace lockstep {
 
@@ -17,8 +17,8 @@ constexpr int kRows = 4, kVecs = 2;
 constexpr int kColumns = kVecs * kLanes;
 
 // acc[i][j] = chain over k of a[i * a_row + k * a_k] * b[k * b_k + j]. Continues from acc.
-template <int R, int NV>
-static inline __attribute__((always_inline)) void chain(const float* a, int64_t a_row, int64_t a_k, const float* b, int64_t b_k,
+template <int R, int NV, class T>
+static inline __attribute__((always_inline)) void chain(const float* a, int64_t a_row, int64_t a_k, const T* b, int64_t b_k,
                                                         int64_t count, Vec (&acc)[R][NV]) {
   Vec c[R][NV];  // local, so that it stays in registers
   for (int i = 0; i < R; i++)

@@ -52,8 +52,9 @@ inline bool flush_fixed(int64_t* acc, int64_t* sum, int64_t count) {
   return seen >> 62;
 }
 
+template <class T>
 struct Rows {
-  const float* data;
+  const T* data;
   int64_t stride;
 };
 
@@ -89,20 +90,22 @@ bool accumulate_tile(const float* a, const float* panel, const int64_t* tiles, i
 }
 
 // Rows [begin, end) of the columns [n0, n0 + n) -> packed[row - begin][width]; columns past n are zero.
-void pack_columns(const Rows& x, int64_t begin, int64_t end, int64_t n0, int n, int width, float* packed) {
+template <class T>
+void pack_columns(const Rows<T>& x, int64_t begin, int64_t end, int64_t n0, int n, int width, float* packed) {
   for (int64_t m = begin; m < end; m++, packed += width) {
-    const float* row = x.data + m * x.stride + n0;
+    const T* row = x.data + m * x.stride + n0;
     if (n == width && width % kLanes == 0) {
       for (int j = 0; j < width; j += kLanes) store(packed + j, load(row + j));
     } else {
-      for (int j = 0; j < width; j++) packed[j] = j < n ? row[j] : 0.0f;
+      for (int j = 0; j < width; j++) packed[j] = j < n ? widen(row[j]) : 0.0f;
     }
   }
 }
 
 // Leaves tiles[first..last], all of dW.
-bool accumulate_block(const Rows& dy, const Rows& x, int64_t* acc, int64_t N, int64_t K, const int64_t* tiles, int64_t first, int64_t last,
-                      double scale) {
+template <class T>
+bool accumulate_block(const Rows<T>& dy, const Rows<T>& x, int64_t* acc, int64_t N, int64_t K, const int64_t* tiles, int64_t first,
+                      int64_t last, double scale) {
   int64_t begin = tiles[first], end = tiles[last], M = end - begin, blocks = num_blocks(N, kRows);
   float* packed = scratch(0, size_t(M * N));
   parallel_for(blocks, grain_for(4 * kRows * M), [&](int64_t lo, int64_t hi) {
@@ -129,20 +132,32 @@ bool accumulate_block(const Rows& dy, const Rows& x, int64_t* acc, int64_t N, in
   return overflow;
 }
 
+template <class T>
+bool accumulate(int64_t* acc, const Rows<T>& dy, const Rows<T>& x, int64_t N, int64_t K, const int64_t* tiles, int64_t num_tiles,
+                double scale) {
+  for (int64_t first = 0, last; first < num_tiles; first = last) {
+    for (last = first + 1; last < num_tiles && tiles[last + 1] - tiles[first] <= kTokenBlock;) last++;
+    if (tiles[last] > tiles[first] && accumulate_block(dy, x, acc, N, K, tiles, first, last, scale)) return true;
+  }
+  return false;
+}
+
 }  // namespace
 }  // namespace lockstep
 
 extern "C" {
 // acc[n,k] += sum over leaves i of round(scale * chain over rows m in [tiles[i], tiles[i+1]) of dy[m,n] * x[m,k]). 1 on overflow.
-int linear_weight_grad(int64_t* acc, const float* dy, int64_t dy_stride, const float* x, int64_t x_stride, int64_t N, int64_t K,
-                       const int64_t* tiles, int64_t num_tiles, double scale) {
+// half: whether dy and x are bf16.
+int linear_weight_grad(int64_t* acc, const void* dy, int64_t dy_stride, const void* x, int64_t x_stride, int64_t N, int64_t K,
+                       const int64_t* tiles, int64_t num_tiles, double scale, int64_t half) {
   using namespace lockstep;
   FloatMode mode;
   if (N <= 0 || K <= 0) return 0;
-  for (int64_t first = 0, last; first < num_tiles; first = last) {
-    for (last = first + 1; last < num_tiles && tiles[last + 1] - tiles[first] <= kTokenBlock;) last++;
-    if (tiles[last] > tiles[first] && accumulate_block({dy, dy_stride}, {x, x_stride}, acc, N, K, tiles, first, last, scale)) return 1;
+  if (half) {
+    const Rows<bf16> rows{static_cast<const bf16*>(dy), dy_stride}, inputs{static_cast<const bf16*>(x), x_stride};
+    return accumulate(acc, rows, inputs, N, K, tiles, num_tiles, scale);
   }
-  return 0;
+  const Rows<float> rows{static_cast<const float*>(dy), dy_stride}, inputs{static_cast<const float*>(x), x_stride};
+  return accumulate(acc, rows, inputs, N, K, tiles, num_tiles, scale);
 }
 }
