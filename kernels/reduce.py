@@ -128,15 +128,9 @@ def max_exponent(tensors: Sequence[Tensor]) -> int:
 
     Ranks take the MAX of their exponents, then all call `square_limbs` with it: a non-finite value raises on every rank.
     """
-    if device.on_gpu(*tensors):
-        from kernels.gpu import reduce as gpu
-
-        return gpu.max_exponent(tensors)
-    lib = build.library()
     exponent = -149
     for t in tensors:
-        t = t.contiguous()
-        bits = lib.reduce_max_bits(t, t.numel())
+        bits = _max_bits(t)
         if bits >= 0x7F800000:
             return _NOT_FINITE
         # From the bits: Python's own conversion of a subnormal number would give 0 while somebody else has set flush-to-zero.
@@ -154,15 +148,9 @@ def square_limbs(tensors: Sequence[Tensor], exponent: int) -> Tensor:
         raise OverflowError("a value is not finite")
     if sum(t.numel() for t in tensors) > MAX_SQUARES:
         raise OverflowError(f"more than {MAX_SQUARES} elements in one exact norm")
-    if device.on_gpu(*tensors):
-        from kernels.gpu import reduce as gpu
-
-        return gpu.square_limbs(tensors, exponent)
-    lib = build.library()
-    limbs = torch.zeros(2, dtype=torch.int64)
+    limbs = torch.zeros(2, dtype=torch.int64, device=tensors[0].device if tensors else None)
     for t in tensors:
-        t = t.contiguous()
-        lib.reduce_square_limbs(t, t.numel(), 2.0 ** (_LIMB_BITS - 2 * exponent), limbs)
+        _add_square_limbs(t, exponent, limbs)
     return limbs
 
 
@@ -175,6 +163,25 @@ def norm_from_limbs(limbs: Tensor, exponent: int) -> float:
 
 
 # --- references --------------------------------------------------------------------------------------------------------------
+def _max_bits(x: Tensor) -> int:
+    """Bits of the largest magnitude; those of infinities and NaN are the largest."""
+    if device.on_gpu(x):
+        from kernels.gpu import reduce as gpu
+
+        return gpu.max_bits(x)
+    x = x.contiguous()
+    return build.library().reduce_max_bits(x, x.numel())
+
+
+def _add_square_limbs(x: Tensor, exponent: int, limbs: Tensor) -> None:
+    if device.on_gpu(x, limbs):
+        from kernels.gpu import reduce as gpu
+
+        return gpu.add_square_limbs(x, exponent, limbs)
+    x = x.contiguous()
+    return build.library().reduce_square_limbs(x, x.numel(), 2.0 ** (_LIMB_BITS - 2 * exponent), limbs)
+
+
 def to_fixed_reference(x: Tensor, scale_log2: int) -> Tensor:
     """`to_fixed` in plain torch on any device; `torch.round` rounds halves to even, and fp64 holds x * 2^scale exactly."""
     return torch.round(x.double() * 2.0**scale_log2).to(torch.int64)

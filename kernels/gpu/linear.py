@@ -112,7 +112,7 @@ def product_kernel(
                     if PAIRS:
                         members = group_bounds(group, leaves, D)[1]
         y = y_ptr + split.to(tl.int64) * y_stride_split + rm.to(tl.int64)[None, :] * n + rn[:, None]
-        tl.store(y, low.to(y_ptr.dtype.element_ty), mask=(rm[None, :] < m) & (rn[:, None] < n))
+        tl.store(y, math.stored(low, y_ptr.dtype.element_ty), mask=(rm[None, :] < m) & (rn[:, None] < n))
 
 
 @triton.jit
@@ -124,7 +124,7 @@ def finish_kernel(parts_ptr, y_ptr, count, SPLIT: tl.constexpr, BLOCK: tl.conste
     for t in tl.static_range(SPLIT):
         left, right = tl.split(tl.reshape(v, (BLOCK, 1 << (SPLIT - 1 - t), 2)))
         v = left + right
-    tl.store(y_ptr + i, tl.reshape(v, (BLOCK,)).to(y_ptr.dtype.element_ty), mask=i < count)
+    tl.store(y_ptr + i, math.stored(tl.reshape(v, (BLOCK,)), y_ptr.dtype.element_ty), mask=i < count)
 
 
 @triton.jit

@@ -120,6 +120,17 @@ def dot(a, b, acc):
 
 
 @triton.jit
+def stored(v, dtype: tl.constexpr):
+    """fp32 v as it is stored: itself, or bf16 rounded to nearest even (the interpreter's own cast cuts the low bits off)."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = v.to(tl.int32, bitcast=True)
+        rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+        quiet = bits | 0x00400000  # a NaN stays one
+        v = (tl.where(v == v, rounded, quiet) & -65536).to(tl.float32, bitcast=True)
+    return v.to(dtype)
+
+
+@triton.jit
 def fixed(v, scale_log2):
     """int64(round_half_even(v * 2^scale_log2)) of fp32 v, for |v| * 2^scale_log2 < 2^61 (see kernels/cpu/fixed_point.h)."""
     scale = ((tl.full(v.shape, 1023, tl.int64) + scale_log2) << 52).to(tl.float64, bitcast=True)
