@@ -42,7 +42,8 @@ def cases(s: Setting) -> Iterator[Case]:
             )  # fmt: skip
     yield from norms(s, n)
     yield from trees(s)
-    yield from s.circumstances("all", lambda s: outputs(s, 501 if s.small else 70_001))
+    many = 501 if s.small else 70_001
+    yield from s.circumstances("all", lambda s: outputs(s, many))
     yield from s.flush_to_zero("numbers of 2^-140", lambda s: outputs(s, 501, -140))
 
 
