@@ -2,12 +2,10 @@
 #pragma once
 #include <cstdint>
 
-#include "vec.h"
+#include "storage.h"
 
 namespace lockstep {
 
-static inline Vec load_n(const float* p, int n) { return n == kLanes ? load(p) : load_partial(p, n); }
-static inline void store_n(float* p, Vec v, int n) { n == kLanes ? store(p, v) : store_partial(p, v, n); }
 // The lanes past n hold `fill`.
 static inline Vec load_n(const float* p, int n, float fill) {
   if (n == kLanes) return load(p);

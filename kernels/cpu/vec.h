@@ -16,6 +16,7 @@ namespace lockstep {
 constexpr int kLanes = LOCKSTEP_LANES;
 typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef int32_t IVec __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t UVec __attribute__((vector_size(4 * kLanes)));
 typedef float VecInMemory __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 
 static inline Vec load(const float* p) { return *(const VecInMemory*)p; }
