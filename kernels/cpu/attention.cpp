@@ -37,7 +37,7 @@ void leaf_probabilities(const float* k, int64_t k_stride, int64_t keys, const fl
 
 // Up to NV * kLanes row-heads side by side.
 template <int NV>
-void many_rows(const Problem& p, const Task& t, const float* q, const Cache& k, const Cache& v, int64_t leaf, const Output& out) {
+void many_rows(const Problem& p, const Task& t, const float* q, const Keys& k, const Keys& v, int64_t leaf, const Output& out) {
   constexpr int W = NV * kLanes;
   const Sequence& seq = p.seqs[t.seq];
   const float* q_lanes[W];
@@ -72,10 +72,10 @@ void many_rows(const Problem& p, const Task& t, const float* q, const Cache& k, 
       all_visible &= visible[j] == keys;
     }
     float* node = nodes + tree.push_slot() * node_size;
-    int64_t row = seq.k_start + first_key;
-    leaf_probabilities<NV>(k.data + row * k.row_stride + t.kv_head * k.head_stride, k.row_stride, keys, q_tile, p.D, p.scale, visible,
+    Rows k_leaf = rows_of(k, seq, t.seq, t.kv_head, first_key, keys, p.D, 1), v_leaf = rows_of(v, seq, t.seq, t.kv_head, first_key, keys, p.D, 2);
+    leaf_probabilities<NV>(k_leaf.data, k_leaf.stride, keys, q_tile, p.D, p.scale, visible,
                            all_visible, probabilities, node, node + W);
-    for_rows<NV>(p.D, v.data + row * v.row_stride + t.kv_head * v.head_stride, 1, v.row_stride, probabilities, keys, Zero(),
+    for_rows<NV>(p.D, v_leaf.data, 1, v_leaf.stride, probabilities, keys, Zero(),
                  [&](int64_t d, Vec(&acc)[NV]) {
                    for (int j = 0; j < NV; j++) store(node + (2 + d) * W + j * kLanes, acc[j] + Vec{});
                  });
@@ -101,14 +101,14 @@ static std::vector<int64_t> tile_starts(int64_t count) {
   return starts;
 }
 
-static void attention_forward(const Problem& p, const float* q, const Cache& k, const Cache& v, int64_t leaf, const Output& out) {
+static void attention_forward(const Problem& p, const float* q, const Keys& k, const Keys& v, int64_t leaf, const Output& out) {
   std::vector<Task> tasks;
   int64_t work = 1;
   for (int64_t s = 0; s < p.num_seqs; s++) {
     std::vector<int64_t> starts = tile_starts((p.seqs[s].q_stop - p.seqs[s].q_start) * p.group());
     for (int64_t head = 0; head < p.Hkv; head++)
       for (size_t i = 0; i + 1 < starts.size(); i++) tasks.push_back({s, head, starts[i], starts[i + 1] - starts[i]});
-    work = std::max(work, p.seqs[s].k_len * p.D);
+    work = std::max(work, 4 * p.seqs[s].k_len * p.D);  // twice an FMA for each of several row-heads
   }
   parallel_for(int64_t(tasks.size()), grain_for(work), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
@@ -121,12 +121,21 @@ static void attention_forward(const Problem& p, const float* q, const Cache& k, 
 
 }  // namespace lockstep
 
-extern "C" {
-// 0 = fine, 1 = a sequence leaves the M query or R key rows, 2 = a query row sees no key, 3 = (if asked) positions don't rise in a sequence.
-int attention_check(const int64_t* seqs, int64_t num_seqs, const int64_t* q_pos, int64_t M, int64_t R, int64_t rising) {
+namespace {
+using lockstep::Sequence;
+
+// 0 = fine, else a key of _FAULTS in attention.py. `rows`: of k; with a table, `pages` of page_size rows hold them.
+int check(const Sequence* seqs, int64_t num_seqs, const int64_t* q_pos, int64_t M, int64_t rows, bool rising, const int32_t* table,
+          int64_t pages_per_seq, int64_t page_size) {
   for (int64_t s = 0; s < num_seqs; s++) {
-    const auto [q_start, q_stop, k_start, k_len] = reinterpret_cast<const lockstep::Sequence*>(seqs)[s];
-    if (q_start < 0 || q_stop < q_start || q_stop > M || k_start < 0 || k_len < 0 || k_start + k_len > R) return 1;
+    const auto [q_start, q_stop, k_start, k_len] = seqs[s];
+    if (q_start < 0 || q_stop < q_start || q_stop > M || k_len < 0) return 1;
+    if (!table && (k_start < 0 || k_start + k_len > rows)) return 1;
+    for (int64_t page = 0; table && page * page_size < k_len; page++) {
+      if (page >= pages_per_seq) return 4;
+      const int64_t last = std::min(page_size, k_len - page * page_size), number = table[s * pages_per_seq + page];
+      if (number < 0 || number * page_size + last > rows) return 4;
+    }
     for (int64_t row = q_start; row < q_stop; row++) {
       if (q_pos[row] < 0 || k_len == 0) return 2;
       if (rising && row > q_start && q_pos[row] <= q_pos[row - 1]) return 3;
@@ -134,12 +143,37 @@ int attention_check(const int64_t* seqs, int64_t num_seqs, const int64_t* q_pos,
   }
   return 0;
 }
-void attention_forward(const float* q, const float* k, int64_t k_row, int64_t k_head, const float* v, int64_t v_row, int64_t v_head,
-                       const int64_t* seqs, int64_t num_seqs, const int64_t* q_pos, int64_t Hq, int64_t Hkv, int64_t D, double scale,
-                       int64_t kv_leaf, float* o, float* m, float* l) {
+
+// Rows of no sequence are zero.
+void clear_others(const Sequence* seqs, int64_t num_seqs, int64_t M, int64_t Hq, int64_t D, const lockstep::Output& out) {
+  std::vector<char> covered(size_t(M), 0);
+  for (int64_t s = 0; s < num_seqs; s++) std::fill(covered.begin() + seqs[s].q_start, covered.begin() + seqs[s].q_stop, char(1));
+  for (int64_t row = 0; row < M; row++) {
+    if (covered[size_t(row)]) continue;
+    std::fill_n(out.o + row * Hq * D, Hq * D, 0.0f);
+    std::fill_n(out.m + row * Hq, Hq, 0.0f);
+    std::fill_n(out.l + row * Hq, Hq, 0.0f);
+  }
+}
+}  // namespace
+
+extern "C" {
+int attention_check(const int64_t* seqs, int64_t num_seqs, const int64_t* q_pos, int64_t M, int64_t R, int64_t rising) {
+  return check(reinterpret_cast<const Sequence*>(seqs), num_seqs, q_pos, M, R, rising, nullptr, 0, 0);
+}
+// Checks, then computes: a fault as in `check`, with nothing written. `half`: k and v are bf16; q and o are fp32 always.
+int attention_forward(const float* q, const void* k, int64_t k_row, int64_t k_head, const void* v, int64_t v_row, int64_t v_head,
+                      int64_t half, const int64_t* seqs, int64_t num_seqs, const int64_t* q_pos, int64_t M, int64_t R, int64_t Hq,
+                      int64_t Hkv, int64_t D, double scale, int64_t kv_leaf, const int32_t* table, int64_t pages_per_seq,
+                      int64_t page_size, float* o, float* m, float* l) {
   using namespace lockstep;
+  const Sequence* sequences = reinterpret_cast<const Sequence*>(seqs);
+  if (int fault = check(sequences, num_seqs, q_pos, M, R, false, table, pages_per_seq, page_size)) return fault;
   FloatMode mode;
-  Problem p = {reinterpret_cast<const Sequence*>(seqs), num_seqs, q_pos, Hq, Hkv, D, float(scale)};
-  lockstep::attention_forward(p, q, {k, k_row, k_head}, {v, v_row, v_head}, kv_leaf, {o, m, l});
+  clear_others(sequences, num_seqs, M, Hq, D, {o, m, l});
+  Problem p = {sequences, num_seqs, q_pos, Hq, Hkv, D, float(scale)};
+  lockstep::attention_forward(p, q, {k, k_row, k_head, half != 0, table, pages_per_seq, page_size},
+                              {v, v_row, v_head, half != 0, table, pages_per_seq, page_size}, kv_leaf, {o, m, l});
+  return 0;
 }
 }

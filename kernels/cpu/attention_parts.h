@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "parallel.h"
+#include "storage.h"
 #include "tile.h"
 #include "vmath.h"
 
@@ -152,8 +153,45 @@ static inline Weights merge_weights(Vec left, Vec right) {
 }
 static inline Vec merged(Vec left, Vec right, const Weights& w) { return fma(right, w.right, left * w.left) + Vec{}; }
 
+// Keys or values of the forward pass: fp32 or bf16, contiguous rows of a sequence or, with a table, pages of page_size rows.
+struct Keys {
+  const void* data;
+  int64_t row_stride, head_stride;
+  bool half;
+  const int32_t* table;  // [sequence][pages_per_seq], or null
+  int64_t pages_per_seq, page_size;
+};
+
+struct Rows {
+  const float* data;
+  int64_t stride;
+};
+
+template <class T>
+static inline void widen_row(const T* from, int64_t n, float* to) {
+  int64_t d = 0;
+  for (; d + kLanes <= n; d += kLanes) store(to + d, load(from + d));
+  for (; d < n; d++) to[d] = widen(from[d]);
+}
+
+// Rows [first, first + count) of a sequence and head as fp32: where they lie if they lie together, else gathered into `slot` of the scratch.
+static inline Rows rows_of(const Keys& k, const Sequence& seq, int64_t seq_index, int64_t head, int64_t first, int64_t count, int64_t D,
+                           int slot) {
+  const int32_t* pages = k.table ? k.table + seq_index * k.pages_per_seq : nullptr;
+  auto row = [&](int64_t i) { return pages ? int64_t(pages[i / k.page_size]) * k.page_size + i % k.page_size : seq.k_start + i; };
+  bool together = !pages || first / k.page_size == (first + count - 1) / k.page_size;
+  if (!k.half && together) return {static_cast<const float*>(k.data) + row(first) * k.row_stride + head * k.head_stride, k.row_stride};
+  float* to = scratch(slot, size_t(count * D));
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t at = row(first + i) * k.row_stride + head * k.head_stride;
+    if (k.half) widen_row(static_cast<const bf16*>(k.data) + at, D, to + i * D);
+    else widen_row(static_cast<const float*>(k.data) + at, D, to + i * D);
+  }
+  return {to, D};
+}
+
 // At most kFewRows row-heads: keys (for scores) and head dims (for outputs) side by side.
-void attention_few_rows(const Problem& p, const Task& t, const float* q, const Cache& k, const Cache& v, int64_t leaf, const Output& out);
+void attention_few_rows(const Problem& p, const Task& t, const float* q, const Keys& k, const Keys& v, int64_t leaf, const Output& out);
 
 // --- backward ----------------------------------------------------------------------------------------------------------------
 struct Saved {
