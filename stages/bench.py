@@ -1,4 +1,4 @@
-"""python -m stages.bench [step] [rollout] [generate] [--threads 1] [--rounds 3] [--out FILE]: what a whole step costs, on real weights.
+"""python -m stages.bench [step] [rollout] [generate] [--threads 1,2] [--rounds 3] [--out FILE]: what a whole step costs, on real weights.
 
 step      one optimizer step of SmolLM2-135M over 16 samples of 68 tokens: our kernels (R/R) against PyTorch's own (P/P)
 rollout   new weights and 16 samples of 40 tokens: R/R against P/P
@@ -189,7 +189,7 @@ def record(name: str, unit: str, threads: int, ours: list, theirs: list, ratio: 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m stages.bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("names", nargs="*", choices=["step", "rollout", "generate", []], help="default: all three")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", default="1", type=lambda text: [int(t) for t in text.split(",")], help="counts, such as 1,2")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", help="the figures as JSON")
     args = parser.parse_args()
@@ -198,7 +198,8 @@ def main() -> None:
     for column in ("what", "threads", "ours (s)", "theirs (s)", "ratio", "of", "target"):
         table.add_column(column)
     records = []
-    for r in measured(args.names or ["step", "rollout", "generate"], args.threads, args.rounds):
+    names = args.names or ["step", "rollout", "generate"]
+    for r in (r for threads in args.threads for r in measured(names, threads, args.rounds)):
         records.append(r)
         seconds = (f"{statistics.median(r['seconds'][side]):.2f}" for side in ("ours", "theirs"))
         target = f"{r['target']:.2f}" + ("" if r["met"] else " MISSED")

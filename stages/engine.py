@@ -66,6 +66,7 @@ class LockstepEngine:
         record: Callable[[Callable[[], None]], Replay] = record_cuda,
     ):
         self.model, self.eos, self.batch_size = model, eos_token_ids, batch_size
+        model.join_projections()
         self.version: str | None = None
         self.forwards = 0
         self.device = model.lm_head.weight.device

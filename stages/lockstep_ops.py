@@ -18,6 +18,18 @@ from stages.batch import TokenBatch
 from stages.parallel import Axis, Parallel
 
 
+class _Untracked:
+    """Stands in for autograd's context where nothing will be differentiated."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        pass
+
+
+def _apply(function: type[Function], *args):
+    """function.apply; without gradients its forward alone: a decode step makes hundreds of calls, each cheaper than `apply` is."""
+    return function.apply(*args) if torch.is_grad_enabled() else function.forward(_Untracked(), *args)
+
+
 def _accumulate_linear(par: Parallel, weight: Tensor, dy: Tensor, x: Tensor, tiles: Tensor) -> None:
     with par.accumulator(weight) as acc:
         linear.accumulate_weight_grad(acc, dy, x, tiles, par.numerics.grad_scale_log2)
@@ -65,6 +77,8 @@ class _Row(Function):
         ctx.par, ctx.tiles, ctx.leaf_out = par, tiles, leaf_out
         ctx.save_for_backward(x, w)
         stored = par.stored(w)
+        if par.mesh.tp_group is None:  # one rank holds the whole tree
+            return linear.forward(x, stored, axis.leaf)
         part = _partials(axis, par, lambda a, b: linear.forward(x[:, a:b], stored[:, a:b], axis.leaf, torch.float32))
         return collectives.tree_all_reduce([part], par.mesh.tp_group)[0].to(x.dtype)
 
@@ -204,18 +218,18 @@ class LockstepOps:
 
     def column(self, x: Tensor, weights: Sequence[Tensor], axes: Sequence[Axis], tiles: Tensor) -> tuple[Tensor, ...]:
         """x [M,K] through weights [N_i,K] -> [M,N_i] each."""
-        return _Column.apply(self.par, tiles, self.par.numerics.k_leaf, axes, x, *weights)
+        return _apply(_Column, self.par, tiles, self.par.numerics.k_leaf, axes, x, *weights)
 
     def row(self, x: Tensor, weight: Tensor, axis: Axis, tiles: Tensor) -> Tensor:
         """x [M,K slice] through weight [N, K slice] -> [M,N], summed over tensor-parallel ranks."""
-        return _Row.apply(self.par, tiles, axis, self.par.numerics.k_leaf, x, weight)
+        return _apply(_Row, self.par, tiles, axis, self.par.numerics.k_leaf, x, weight)
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        return _SwiGLU.apply(gate, up)
+        return _apply(_SwiGLU, gate, up)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, batch: TokenBatch, scale: float) -> Tensor:
         """q [M,H,D], k and v [M,G,D] of the rank's rows -> [M,H,D]."""
-        return _Attention.apply(self.par, batch, scale, q, k, v)
+        return _apply(_Attention, self.par, batch, scale, q, k, v)
 
     def cached_attention(self, q: Tensor, k: Tensor, v: Tensor, seqs: Tensor, positions: Tensor, scale: float) -> Tensor:
         """q [M,H,D] against a cache k, v [rows,G,D]; `seqs` as in kernels.attention."""
@@ -223,7 +237,7 @@ class LockstepOps:
 
     def logprob(self, h: Tensor, w: Tensor, batch: TokenBatch, inv_temp: float) -> tuple[Tensor, Tensor]:
         """h [H,K] -> logprob of batch.head_targets [H], entropy [H]."""
-        return _Logprob.apply(self.par, batch, inv_temp, h, w)
+        return _apply(_Logprob, self.par, batch, inv_temp, h, w)
 
     def logits(self, h: Tensor, w: Tensor) -> Tensor:
         """h [M,K] -> the rank's slice of the logits [M,V]."""
@@ -238,18 +252,18 @@ class LockstepOps:
 
 def embed(par: Parallel, ids: Tensor, weight: Tensor) -> Tensor:
     """ids [M] -> [M,K] from a vocabulary-parallel table."""
-    return _Embedding.apply(par, ids, weight)
+    return _apply(_Embedding, par, ids, weight)
 
 
 def norm(par: Parallel, x: Tensor, weight: Tensor, eps: float, tiles: Tensor) -> Tensor:
     """RMSNorm over the last dim; x [M,K] or [M,H,D] with weight [K] or [D]."""
     grouped = x if x.dim() == 3 else x[:, None, :]
-    return _RMSNorm.apply(par, tiles, eps, grouped, weight).reshape(x.shape)
+    return _apply(_RMSNorm, par, tiles, eps, grouped, weight).reshape(x.shape)
 
 
 def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of x [M,H,D] at absolute positions [M]."""
-    return _Rope.apply(x, positions, cos, sin)
+    return _apply(_Rope, x, positions, cos, sin)
 
 
 def gather_vocab(par: Parallel, part: Tensor) -> Tensor:

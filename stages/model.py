@@ -94,12 +94,16 @@ class Attention(nn.Module):
         self.o_proj = Weight(s.hidden, q)
         self.q_norm = Weight(s.head_dim) if config.qk_norm else None
         self.k_norm = Weight(s.head_dim) if config.qk_norm else None
+        self.joined: Tensor | None = None  # q, k and v as one weight (see CausalLM.join_projections)
 
     def forward(self, x: Tensor, positions: Tensor, tiles: Tensor, tables: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         par = self.par
         self.readback.call_count += 1
         weights = self.q_proj.weight, self.k_proj.weight, self.v_proj.weight
-        q, k, v = self.ops.column(x, weights, (par.heads, par.kv_heads, par.kv_heads), tiles)
+        if self.joined is None:
+            q, k, v = self.ops.column(x, weights, (par.heads, par.kv_heads, par.kv_heads), tiles)
+        else:
+            q, k, v = self.ops.column(x, (self.joined,), (), tiles)[0].split([len(w) for w in weights], 1)
         q, k, v = (y.unflatten(1, (y.shape[1] // self.head_dim, self.head_dim)) for y in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q = norm(par, q, self.q_norm.weight, self.eps, tiles)
@@ -115,11 +119,23 @@ class FeedForward(nn.Module):
         width = par.ffn.widths[par.mesh.t]
         self.gate_proj, self.up_proj = Weight(width, config.shape.hidden), Weight(width, config.shape.hidden)
         self.down_proj = Weight(config.shape.hidden, width)
+        self.joined: Tensor | None = None  # gate and up
 
     def forward(self, x: Tensor, tiles: Tensor) -> Tensor:
         self.readback.call_count += 1
-        gate, up = self.ops.column(x, (self.gate_proj.weight, self.up_proj.weight), (self.par.ffn, self.par.ffn), tiles)
+        if self.joined is None:
+            gate, up = self.ops.column(x, (self.gate_proj.weight, self.up_proj.weight), (self.par.ffn, self.par.ffn), tiles)
+        else:
+            gate, up = self.ops.column(x, (self.joined,), (), tiles)[0].chunk(2, 1)
         return self.ops.row(self.ops.swiglu(gate, up), self.down_proj.weight, self.par.ffn, tiles)
+
+
+def _joined(*weights: nn.Parameter) -> Tensor:
+    """The weights under each other, [sum N_i, K]; they become views of it, so memory is held once."""
+    joined = torch.cat([w.detach() for w in weights])
+    for weight, part in zip(weights, joined.split([len(w) for w in weights])):
+        weight.data = part
+    return joined
 
 
 class Norm(Weight):
@@ -198,6 +214,17 @@ class CausalLM(nn.Module):
         self.lm_head = Head(head, ops["logp"], self.readbacks["logp"])
         for name, parameter in self.named_parameters():
             parameter.tensor_name = name  # type: ignore[attr-defined]  # where the autograd functions find its gradient buffer
+
+    def join_projections(self) -> None:
+        """For inference: linears of one input become one linear. An output is a function of its own row of the weight, so no bit changes.
+
+        The parameters stay, as views, and may be loaded again in place; moving the model to another device or dtype has to come first.
+        """
+        for module in self.modules():
+            if isinstance(module, Attention) and isinstance(module.ops, LockstepOps):
+                module.joined = _joined(module.q_proj.weight, module.k_proj.weight, module.v_proj.weight)
+            elif isinstance(module, FeedForward) and isinstance(module.ops, LockstepOps):
+                module.joined = _joined(module.gate_proj.weight, module.up_proj.weight)
 
     def forward(self, batch: TokenBatch, inv_temp: float) -> tuple[Tensor, Tensor]:
         """Logprobs [H] and entropies [H] of the batch's response tokens."""

@@ -9,7 +9,9 @@ import pytest
 
 from kernels.bench import __main__ as bench
 from kernels.bench import shapes
+from kernels.bench.rates import Rates
 from kernels.bench.timing import Case, Clock, Row, geometric_mean, time_case
+from stages import bench as whole
 
 
 def case(ours=lambda: None, theirs=lambda: None, target=1.0) -> Case:
@@ -38,6 +40,15 @@ def test_the_tables_name_every_missed_target():
     assert "1 of 2" in summary and f"{geometric_mean([1.2, 2.0]):.2f}" in summary and "MISSED" in summary
 
 
+def test_more_tokens_per_second_are_better_and_more_seconds_are_worse(monkeypatch):
+    monkeypatch.setattr(whole, "Side", lambda *args: None)
+    monkeypatch.setattr(whole, "take_turns", lambda rounds, ours, theirs: ([1.0, 1.0, 9.0], [1.2, 1.2, 1.2]))
+    met = {r["name"]: r["met"] for r in whole.measured(["step", "generate"], 2, 3)}
+    assert met == {"step": True, "generate, 1 sequences": True, "generate, 8 sequences": False, "generate, 32 sequences": False}
+    monkeypatch.setattr(whole, "take_turns", lambda rounds, ours, theirs: ([1.3], [1.0]))
+    assert not any(r["met"] for r in whole.measured(["step", "rollout", "generate"], 2, 3))
+
+
 @pytest.mark.parametrize("op", bench.OPS)
 def test_both_sides_of_every_case_run(op, monkeypatch):
     module = importlib.import_module(f"kernels.bench.{op}")
@@ -48,6 +59,12 @@ def test_both_sides_of_every_case_run(op, monkeypatch):
         pair.theirs()
         count += 1
     assert count
+
+
+def test_the_floor_is_the_slower_of_arithmetic_and_memory():
+    machine = Rates(flops=10.0, bytes=2.0)
+    assert machine.floor(30.0, 2.0) == 3.0
+    assert machine.floor(30.0, 8.0) == 4.0
 
 
 def test_an_unknown_op_is_a_usage_error(capsys):

@@ -71,6 +71,15 @@ def test_recorded_decode_steps_change_nothing_but_the_evidence():
     assert small.describe()["graph_replays"] < described["graph_replays"], "larger batches than were recorded run eagerly"
 
 
+def test_joined_projections_are_the_parameters_own_memory():
+    model = engine().model
+    attention, ffn = model.model.layers[0].self_attn, model.model.layers[0].mlp
+    for joined, first in ((attention.joined, attention.q_proj.weight), (ffn.joined, ffn.gate_proj.weight)):
+        assert joined.data_ptr() == first.data_ptr(), "no second copy, and new weights reach both"
+        assert len(joined) > len(first)
+    assert engine(case="P/P").model.model.layers[0].mlp.joined is None, "PyTorch's side stays as it is trained"
+
+
 def trainer_mismatches(case: str) -> int:
     """Tokens whose logprob by one packed forward has other bytes than the engine's."""
     whole = generate(case=case)

@@ -11,6 +11,7 @@ import importlib
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,18 +36,26 @@ def main(argv: list[str] | None = None) -> None:
     if unknown := set(args.ops) - {*OPS, *WHOLE}:
         parser.error(f"{', '.join(sorted(unknown))}: no such op; there are {', '.join((*OPS, *WHOLE))}")
     threads = args.threads if args.device == "cpu" else [1]
-    rows = list(measured([op for op in OPS if op in (args.ops or OPS)], args.device, threads, args.quick))
+    ops = [op for op in OPS if op in (args.ops or OPS)]
+    rows = list(measured(ops, args.device, threads, args.quick)) if ops else []
     memory = peak_memory(args.ops, args.device, args.quick)
     if rows:
         print("ours / PyTorch's own: time ratio over interleaved rounds\n", *table(rows), "\nby op\n", *means(rows), "", sep="\n")
-    print(*memory, sep="\n")
+    print(*memory, sep="\n", flush=True)
+    whole = [name for name in WHOLE if name in args.ops or not (args.ops or args.quick)]
+    wholes = measured_whole(whole, threads) if whole and args.device == "cpu" else []
     if args.out:
         figures = {"device": args.device, "torch": torch.__version__, "rows": [row.record() for row in rows], "memory": memory}
-        Path(args.out).write_text(json.dumps(figures, indent=1) + "\n")
-    whole = [name for name in WHOLE if name in args.ops or not (args.ops or args.quick)]
-    if whole and args.device == "cpu":
-        sys.stdout.flush()
-        subprocess.run([sys.executable, "-m", "stages.bench", *whole], check=True)
+        Path(args.out).write_text(json.dumps({**figures, "whole": wholes}, indent=1) + "\n")
+
+
+def measured_whole(names: list[str], threads: list[int]) -> list[dict]:
+    """Records of stages/bench.py, which prints its own table."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "whole.json"
+        command = [sys.executable, "-m", "stages.bench", *names, "--threads", ",".join(map(str, threads)), "--out", str(out)]
+        subprocess.run(command, check=True)
+        return json.loads(out.read_text())
 
 
 def measured(ops: list[str], device: str, threads: list[int], quick: bool) -> Iterator[Row]:
@@ -54,15 +63,16 @@ def measured(ops: list[str], device: str, threads: list[int], quick: bool) -> It
     clock, limits = Clock(device), {}
     for count in threads:
         set_threads(count)
-        limits[count] = rates.measure(clock, dtypes(device)[0])
+        limits[count] = {dtype: rates.measure(clock, dtype) for dtype in dtypes(device)}
     for op in ops:
         module = importlib.import_module(f"kernels.bench.{op}")
         print(f"{op} ...", file=sys.stderr)
         for case in module.cases(device, quick):
             for count in threads:
                 set_threads(count)
+                rate = limits[count][case.dtype or dtypes(device)[0]]
                 row = time_case(case, clock, count, 3 if quick else 7)
-                row.floor = limits[count].floor(case.flops, case.bytes)
+                row.floor = rate.floor(case.flops, case.bytes)
                 yield row
     set_threads(1)
 

@@ -51,11 +51,11 @@ def _whole(shape: Shape, tokens: int, device: str, dtype: torch.dtype) -> Iterat
     heavy = pairs > 5e9
     yield Case(
         "attention forward", shape.name, detail, lambda: attention.forward(q, k, v, seqs, positions, scale, shape.kv_leaf), sdpa,
-        forward_target, 4 * pairs, float(size * tokens * d * (2 * h + 2 * g)), heavy,
+        forward_target, 4 * pairs, float(size * tokens * d * (2 * h + 2 * g)), heavy, dtype,
     )  # fmt: skip
     yield Case(
         "attention backward", shape.name, detail, backward, lambda: torch.autograd.grad(out, heads, back, retain_graph=True),
-        backward_target, 10 * pairs, float(size * tokens * d * (4 * h + 4 * g)), heavy,
+        backward_target, 10 * pairs, float(size * tokens * d * (4 * h + 4 * g)), heavy, dtype,
     )  # fmt: skip
 
 
@@ -68,8 +68,9 @@ def _decode(shape: Shape, batch: int, context: int, device: str, dtype: torch.dt
     keys, values = (x.view(batch, context, g, d).transpose(1, 2).contiguous() for x in (k, v))
     queries = q[:, :, None]
     detail = f"B={batch} context={context}" + ("" if device == "cpu" else f" {str(dtype)[6:]}")
+    target = 1.2 if device == "cpu" else 1 / 0.6
     return Case(
         "attention decode", shape.name, detail, lambda: attention.forward(q, k, v, seqs, positions, scale, shape.kv_leaf),
-        lambda: F.scaled_dot_product_attention(queries, keys, values, scale=scale, enable_gqa=True), 1.2,
-        4.0 * batch * context * h * d, float(k.element_size() * 2 * batch * context * g * d),
+        lambda: F.scaled_dot_product_attention(queries, keys, values, scale=scale, enable_gqa=True), target,
+        4.0 * batch * context * h * d, float(k.element_size() * 2 * batch * context * g * d), dtype=dtype,
     )  # fmt: skip

@@ -33,7 +33,7 @@ def _of_weight(shape: Shape, name: str, n: int, k: int, device: str, dtype: torc
     rows = ((1, 16, 512) if quick else ROWS) if device == "cpu" else (1, 16, 256, 4096)
     for m in rows:
         x, dy = randn(m, k, device=device, dtype=dtype), randn(m, n, device=device, dtype=dtype, seed=2)
-        work: dict[str, Any] = {"flops": 2.0 * m * n * k, "bytes": float(size * (n * k + m * n + m * k))}
+        work: dict[str, Any] = {"flops": 2.0 * m * n * k, "bytes": float(size * (n * k + m * n + m * k)), "dtype": dtype}
         detail = f"{name} M={m}{kind}"
         target = 1.5 if device == "cpu" else 1 / 0.9 if m <= 16 else 1 / 0.8
         yield Case("linear forward", shape.name, detail, _call(linear.forward, x, w, shape.k_leaf), _call(F.linear, x, w), target, **work)
@@ -43,7 +43,7 @@ def _of_weight(shape: Shape, name: str, n: int, k: int, device: str, dtype: torc
         acc = torch.zeros(n, k, dtype=torch.int64, device=device)
         tiles = torch.tensor([*range(0, m, shape.token_leaf), m])
         gradient = _call(linear.accumulate_weight_grad, acc, dy, x, tiles, 20)
-        wide: dict[str, Any] = {"flops": work["flops"], "bytes": 16.0 * n * k + size * (m * n + m * k)}
+        wide: dict[str, Any] = {"flops": work["flops"], "bytes": 16.0 * n * k + size * (m * n + m * k), "dtype": dtype}
         yield Case("linear dW", shape.name, detail, gradient, _call(torch.mm, dy.t(), x), 1.5 if device == "cpu" else 1 / 0.6, **wide)
 
 

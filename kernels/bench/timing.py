@@ -28,6 +28,7 @@ class Case:
     flops: float = 0.0  # of the work, whoever does it
     bytes: float = 0.0  # that must move at least once
     heavy: bool = False  # seconds per call: fewer rounds
+    dtype: torch.dtype | None = None  # of the products, where a device has several rates; None: its first
 
 
 @dataclass
