@@ -15,7 +15,7 @@ def forward(ids: Tensor, w_local: Tensor, first_id: int = 0) -> Tensor:
     Rows of ids that lie elsewhere are +0.0, so ranks complete them by `collectives.sum_disjoint`.
     """
     vocab, dim = w_local.shape
-    if not (ids.is_cpu and w_local.is_cpu) and device.on_gpu(ids, w_local):
+    if (device.interpreted or not (ids.is_cpu and w_local.is_cpu)) and device.on_gpu(ids, w_local):
         from kernels.gpu import embedding as gpu
 
         return gpu.forward(ids, w_local, first_id)

@@ -115,12 +115,13 @@ class Setting:
             return
         asked: list[int] = []
         chosen, device_choice.on_gpu = device_choice.on_gpu, lambda *tensors: bool(asked.append(1)) or True  # type: ignore[assignment]
+        device_choice.interpreted = True
         try:
             yield
         except ImportError as fault:
             raise NotAvailable(str(fault)) from fault
         finally:
-            device_choice.on_gpu = chosen
+            device_choice.on_gpu, device_choice.interpreted = chosen, False
         if not asked:
             raise NotAvailable("the operation does not choose by device")
 
@@ -136,7 +137,8 @@ class Setting:
                         lambda: outputs(self),
                     )
         elif self.has_rule and (self.device == "interpreter" or has_compiler()):
-            yield Case("C++", name, lambda: outputs(self), lambda: outputs(dataclasses.replace(self, device="cpu")))
+            here = self if self.device == "interpreter" else dataclasses.replace(self, device="cpu")
+            yield Case("C++", name, lambda: outputs(self), lambda: outputs(here))
 
     def flush_to_zero(self, name: str, outputs: Callable[[Setting], Result]) -> Iterator[Case]:
         """`outputs`, of subnormal numbers, while the processor's flush-to-zero mode is on. Only a CPU has such a mode."""

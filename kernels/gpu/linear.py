@@ -185,7 +185,7 @@ def accumulate_weight_grad(acc: Tensor, dy: Tensor, x: Tensor, tiles: Tensor, sc
         acc, dy, x, steps, bad, len(steps), n, k, dy.stride(0), x.stride(0), scale_log2, tiles_n,
         BN=bn, BK=bk, BR=16 if math.INTERPRETED.value else block, num_warps=8, num_stages=3, **math.LAUNCH,
     )  # fmt: skip
-    if not (acc.is_cuda and torch.cuda.is_current_stream_capturing()) and int(bad):
+    if math.may_read_back(acc) and int(bad):
         raise OverflowError(f"a weight gradient left the range of int64 at scale 2^{scale_log2}")
 
 

@@ -6,12 +6,19 @@ Triton must not contract a * b + c, divide approximately or flush subnormal numb
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton import knobs
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 LAUNCH = {"enable_fp_fusion": False}  # options of every launch
+
+
+def may_read_back(tensor: Tensor) -> bool:
+    """Whether a flag may be read on the host: not while a CUDA graph is being recorded, where nothing may wait for the GPU."""
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 @triton.jit
@@ -121,12 +128,13 @@ def dot(a, b, acc):
 
 @triton.jit
 def stored(v, dtype: tl.constexpr):
-    """fp32 v as it is stored: itself, or bf16 rounded to nearest even (the interpreter's own cast cuts the low bits off)."""
+    """fp32 v as it is stored: itself, or bf16 rounded to nearest even (the interpreter's own cast truncates, and flushes
+    subnormal numbers)."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = v.to(tl.int32, bitcast=True)
         rounded = bits + 0x7FFF + ((bits >> 16) & 1)
         quiet = bits | 0x00400000  # a NaN stays one
-        v = (tl.where(v == v, rounded, quiet) & -65536).to(tl.float32, bitcast=True)
+        return (tl.where(v == v, rounded, quiet) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return v.to(dtype)
 
 
@@ -146,3 +154,15 @@ def fixed(v, scale_log2):
 def sum_fits(acc):
     """|acc| < 2^62 of int64: such a sum cannot have wrapped round."""
     return (acc > -4611686018427387904) & (acc < 4611686018427387904)
+
+
+@triton.jit
+def add_fixed(acc, v, mask, scale_log2, bad_ptr):
+    """acc (int64 pointers) += fixed(v) by atomic additions, where `mask`; *bad_ptr = 1 when a value or a sum was too large."""
+    limit = ((tl.full(v.shape, 1023 + 61, tl.int64) - scale_log2) << 52).to(tl.float64, bitcast=True)  # 2^(61 - scale)
+    fits = tl.abs(v).to(tl.float64) < limit  # false for NaN
+    add = tl.where(fits, fixed(tl.where(fits, v, 0.0), scale_log2), 0)
+    before = tl.atomic_add(acc, add, mask=mask)
+    bad = tl.where(mask & ~(fits & sum_fits(before + add)), 1, 0)
+    if tl.max(bad, 0) != 0:
+        tl.store(bad_ptr, 1)
