@@ -24,31 +24,39 @@ def forward(x: Tensor, w: Tensor, leaf: int, dtype: torch.dtype | None = None) -
     """x [M,K], w [N,K], both fp32 or both bf16 -> x @ w.T [M,N] in `dtype` (default: theirs); leaves over K. Rows may be strided
     (x[:, a:b]). bf16 is storage: operands are widened, sums are fp32 by the same rule, the result is rounded once, to nearest even.
     ValueError on other shapes, dtypes or mixed devices."""
-    (m, k), n = x.shape if x.dim() == 2 else (0, -1), len(w)
-    if w.shape != (n, k) or leaf < 1 or not _matrices(x, w):
-        raise ValueError(f"linear.forward: {_described(x=x, w=w)}, leaf {leaf} don't fit")
-    half, half_out = _storage(x, dtype)
+    shape, w_shape, strides, w_strides = x.shape, w.shape, x.stride(), w.stride()
+    half, half_out = _STORED_AS_BF16.get(x.dtype), _STORED_AS_BF16.get(dtype or x.dtype)
+    if (
+        len(shape) != 2 or len(w_shape) != 2 or shape[1] != w_shape[1] or leaf < 1 or w.dtype is not x.dtype or half is None
+        or half_out is None or not (strides[1] == w_strides[1] == 1 or shape[1] < 2)
+    ):  # fmt: skip
+        raise ValueError(f"linear.forward: {_described(x=x, w=w)}, leaf {leaf}, result {dtype} don't fit")
     if device.on_gpu(x, w):
         from kernels.gpu import linear as gpu
 
         return gpu.forward(x, w, leaf, dtype or x.dtype)
-    y = x.new_empty((m, n), dtype=dtype)
-    build.library().linear_forward(x, x.stride(0), w, w.stride(0), y, m, n, k, leaf, half, half_out)
+    y = x.new_empty((shape[0], w_shape[0]), dtype=dtype)
+    operands = x.data_ptr(), strides[0], w.data_ptr(), w_strides[0], y.data_ptr()
+    build.library().linear_forward(*operands, shape[0], w_shape[0], shape[1], leaf, half, half_out)
     return y
 
 
 def input_grad(dy: Tensor, w: Tensor, leaf: int, dtype: torch.dtype | None = None) -> Tensor:
     """dy [M,N], w [N,K], both fp32 or both bf16 -> dy @ w [M,K] in `dtype`; leaves over N. Strides, dtypes and errors as in `forward`."""
-    (m, n), k = dy.shape if dy.dim() == 2 else (0, -1), w.shape[-1]
-    if w.shape != (n, k) or leaf < 1 or not _matrices(dy, w):
-        raise ValueError(f"linear.input_grad: {_described(dy=dy, w=w)}, leaf {leaf} don't fit")
-    half, half_out = _storage(dy, dtype)
+    shape, w_shape, strides, w_strides = dy.shape, w.shape, dy.stride(), w.stride()
+    half, half_out = _STORED_AS_BF16.get(dy.dtype), _STORED_AS_BF16.get(dtype or dy.dtype)
+    if (
+        len(shape) != 2 or len(w_shape) != 2 or shape[1] != w_shape[0] or leaf < 1 or w.dtype is not dy.dtype or half is None
+        or half_out is None or not _dense_rows(dy, w)
+    ):  # fmt: skip
+        raise ValueError(f"linear.input_grad: {_described(dy=dy, w=w)}, leaf {leaf}, result {dtype} don't fit")
     if device.on_gpu(dy, w):
         from kernels.gpu import linear as gpu
 
         return gpu.input_grad(dy, w, leaf, dtype or dy.dtype)
-    dx = dy.new_empty((m, k), dtype=dtype)
-    build.library().linear_input_grad(dy, dy.stride(0), w, w.stride(0), dx, m, n, k, leaf, half, half_out)
+    dx = dy.new_empty((shape[0], w_shape[1]), dtype=dtype)
+    operands = dy.data_ptr(), strides[0], w.data_ptr(), w_strides[0], dx.data_ptr()
+    build.library().linear_input_grad(*operands, shape[0], shape[1], w_shape[1], leaf, half, half_out)
     return dx
 
 
@@ -60,37 +68,31 @@ def accumulate_weight_grad(acc: Tensor, dy: Tensor, x: Tensor, tiles: Tensor, sc
     OverflowError when |v| * 2^scale_log2 reaches 2^61 or |acc| 2^62, or v is not finite; `acc` is then undefined.
     """
     (m, n), k = dy.shape if dy.dim() == 2 else (-1, 0), x.shape[-1]
-    if x.shape != (m, k) or acc.shape != (n, k) or acc.dtype != torch.int64 or not acc.is_contiguous() or not _matrices(dy, x):
+    half = _STORED_AS_BF16.get(dy.dtype)
+    fits = x.shape == (m, k) and acc.shape == (n, k) and acc.dtype is torch.int64 and acc.is_contiguous()
+    if not fits or half is None or x.dtype is not dy.dtype or not _dense_rows(dy, x):
         raise ValueError(f"linear.accumulate_weight_grad: {_described(acc=acc, dy=dy, x=x)} don't fit")
-    half, _ = _storage(x, None)
     if device.on_gpu(acc, dy, x):
         from kernels.gpu import linear as gpu
 
         gpu.accumulate_weight_grad(acc, dy, x, tiles, scale_log2)
         return
-    tiles = _boundaries(tiles, m)
-    strides = dy.stride(0), x.stride(0)
-    if build.library().linear_weight_grad(acc, dy, strides[0], x, strides[1], n, k, tiles, len(tiles) - 1, 2.0**scale_log2, half):
+    tiles = boundaries(tiles, m)
+    operands = acc.data_ptr(), dy.data_ptr(), dy.stride(0), x.data_ptr(), x.stride(0)
+    if build.library().linear_weight_grad(*operands, n, k, tiles.data_ptr(), len(tiles) - 1, 2.0**scale_log2, half):
         raise OverflowError(f"a weight gradient left the range of int64 at scale 2^{scale_log2}")
 
 
-def _matrices(a: Tensor, b: Tensor) -> bool:
-    """Whether two matrices have contiguous rows and one dtype."""
-    return a.dtype == b.dtype and (a.stride(1) == 1 or a.shape[1] < 2) and (b.stride(1) == 1 or b.shape[1] < 2)
-
-
-def _storage(t: Tensor, dtype: torch.dtype | None) -> tuple[bool, bool]:
-    """Whether operands and result are bf16; each must be that or fp32."""
-    if t.dtype not in _STORED_AS_BF16 or dtype not in (None, *_STORED_AS_BF16):
-        raise ValueError(f"linear: expected fp32 or bf16, got {t.dtype} for a result in {dtype or t.dtype}")
-    return _STORED_AS_BF16[t.dtype], _STORED_AS_BF16[dtype or t.dtype]
+def _dense_rows(*matrices: Tensor) -> bool:
+    return all(t.stride(1) == 1 or t.shape[1] < 2 for t in matrices)
 
 
 def _described(**tensors: Tensor) -> str:
     return ", ".join(f"{name} {t.dtype} {tuple(t.shape)} with strides {t.stride()}" for name, t in tensors.items())
 
 
-def _boundaries(tiles: Tensor, m: int) -> Tensor:
+def boundaries(tiles: Tensor, m: int) -> Tensor:
+    """Row boundaries of token leaves as contiguous int64. ValueError unless they rise from 0 to m."""
     tiles = tiles.to(torch.int64).contiguous()
     values = tiles.tolist()
     if values[:1] != [0] or values[-1] != m or any(a > b for a, b in zip(values, values[1:])):

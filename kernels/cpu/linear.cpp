@@ -24,10 +24,21 @@ void add_steps(std::vector<TreeStep>& steps, int64_t lo, int64_t hi, int slot, i
 }
 
 // Steps of the tree over `count` terms in leaves of `leaf`, pieces of at most `most` terms.
-std::vector<TreeStep> tree_steps(int64_t count, int64_t leaf, int64_t most) {
-  std::vector<TreeStep> steps;
-  add_steps(steps, 0, num_blocks(count, leaf), 0, count, leaf, most);
-  return steps;
+// Of one shape, remembered by the thread: a model has few, and a small product takes no longer than this list.
+const std::vector<TreeStep>& tree_steps(int64_t count, int64_t leaf, int64_t most) {
+  struct Entry {
+    int64_t count = 0, leaf = 0, most = 0;
+    std::vector<TreeStep> steps;
+  };
+  constexpr int kEntries = 16;
+  static thread_local Entry entries[kEntries];
+  Entry& e = entries[uint64_t(count * 31 + leaf + most) % kEntries];
+  if (e.count != count || e.leaf != leaf || e.most != most) {
+    e.steps.clear();
+    add_steps(e.steps, 0, num_blocks(count, leaf), 0, count, leaf, most);
+    e.count = count, e.leaf = leaf, e.most = most;
+  }
+  return e.steps;
 }
 
 int num_slots(const std::vector<TreeStep>& steps) {
@@ -159,7 +170,7 @@ void multiply(const TA* a, int64_t a_stride, const Operand<TB>& b, const Result&
     const float* rows = widened(a, a_stride, M, K);
     return multiply_few_rows(rows, a_stride, b, c, M, N, tree_steps(K, leaf, leaf));
   }
-  const std::vector<TreeStep> steps = tree_steps(K, leaf, kPiece);
+  const std::vector<TreeStep>& steps = tree_steps(K, leaf, kPiece);
   int64_t blocks = num_blocks(M, kRowBlock);
   for (int64_t i = 0; i < blocks; i++) {
     int64_t m = block_start(M, blocks, i);
