@@ -7,7 +7,8 @@ that its nodes never change as a sequence grows (the online softmax of Milakov a
 same leaves; dk and dv over tiles of `token_leaf` query positions. A result never has a negative zero. Inputs are assumed finite.
 
 Shapes: M query rows, Hq query heads, R key rows, Hkv key/value heads (Hq a multiple), D head dim, S sequences. q, k, v, o, do, dq, dk, dv
-are fp32 or bf16, all of one dtype; arithmetic, m, l and delta are fp32, and a bf16 result is the fp32 result of the widened inputs, rounded once.
+are fp32 or bf16, all of one dtype; arithmetic, m, l and delta are fp32, and a bf16 result is the fp32 result of the widened inputs,
+rounded once.
     seqs   int64 [S,4] = (q_start, q_stop, k_start, k_len): query rows [q_start, q_stop) see key rows k_start .. k_start + k_len - 1,
            whose absolute positions are 0 .. k_len - 1
     q_pos  int32 or int64 [M], absolute positions; a query sees the keys at positions <= its own. At least one.

@@ -112,7 +112,8 @@ def backward(
     """dh partials fp32 [len(nodes), M, H] (a chain over the ids of a leaf, the halving tree over leaves); acc int64 [V_local, H] += dw.
 
     Logits are recomputed leaf by leaf. With d = y - lse and p = exp(d), rounded in this order, without FMA:
-    dlogit = inv_temp * (g_logprob * ((1 if target else 0) - p) - g_entropy * (p * (d + entropy))).
+    dlogit = inv_temp * (g_logprob * ((1 if target else 0) - p) - g_entropy * (p * (d + entropy))),
+    which, like every activation's gradient, is stored in the operands' dtype: bf16 rounds it once.
     h, w_local as in `partials`; lse, entropy, g_logprob, g_entropy fp32 [M]; tiles, scale_log2 and OverflowError as in
     linear.accumulate_weight_grad. acc None: dw is not wanted.
     """

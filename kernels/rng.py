@@ -14,7 +14,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from kernels import device as device_choice
 from kernels.cpu import build
+
+Device = torch.device | str
 
 _MASK = 0xFFFFFFFF
 
@@ -48,32 +51,39 @@ def derive(key: tuple[int, ...]) -> int:
     return state[1] << 32 | state[0]
 
 
-def uniform(key: tuple[int, ...], n: int, offset: int = 0) -> Tensor:
+def uniform(key: tuple[int, ...], n: int, offset: int = 0, device: Device = "cpu") -> Tensor:
     """fp32 [n]: elements offset .. offset + n of the stream, odd multiples of 2^-24 strictly between 0 and 1."""
-    return _stream("rng_uniform", key, n, offset)
+    return _stream("uniform", derive(tuple(key)), n, offset, device)
 
 
-def normal(key: tuple[int, ...], shape: Sequence[int], offset: int = 0) -> Tensor:
+def normal(key: tuple[int, ...], shape: Sequence[int], offset: int = 0, device: Device = "cpu") -> Tensor:
     """fp32 of `shape`: standard normal numbers by the method of Box and Muller in fp64, rounded once. |x| < 6.8."""
-    return _stream("rng_normal", key, math.prod(shape), offset).view(*shape)
+    return _stream("normal", derive(tuple(key)), math.prod(shape), offset, device).view(*shape)
 
 
-def gumbel(key: int, n: int, offset: int = 0) -> Tensor:
+def gumbel(key: int, n: int, offset: int = 0, device: Device = "cpu") -> Tensor:
     """fp32 [n]: -log(-log u) in fp64 from 32-bit u, rounded once. `key` is one of `sample_keys`, element i the noise of token i."""
-    out = torch.empty(n, dtype=torch.float32)
-    build.library().rng_gumbel(key & (1 << 64) - 1, offset, n, out)
-    return out
+    return _stream("gumbel", key & (1 << 64) - 1, n, offset, device)
 
 
 def sample_keys(
-    seed: int, iteration: int, prompt: Sequence[int] | Tensor, sample: Sequence[int] | Tensor, position: Sequence[int] | Tensor
+    seed: int,
+    iteration: int,
+    prompt: Sequence[int] | Tensor,
+    sample: Sequence[int] | Tensor,
+    position: Sequence[int] | Tensor,
+    device: Device = "cpu",
 ) -> Tensor:
-    """int64 [M]: the key of the token at `position` of sample `sample` of prompt `prompt`, each of M values in [0, 2^32)."""
+    """int64 [M] on `device`: the key of the token at `position` of sample `sample` of prompt `prompt`, each of M values in [0, 2^32)."""
     columns = [torch.as_tensor(c, dtype=torch.int64).contiguous() for c in (prompt, sample, position)]
     if any(c.numel() and not 0 <= int(c.min()) <= int(c.max()) <= _MASK for c in columns):
         raise ValueError("prompt, sample and position must lie in [0, 2^32)")
     if len({len(c) for c in columns}) != 1:
         raise ValueError(f"prompt, sample and position have different lengths: {[len(c) for c in columns]}")
+    if _on_gpu(device):
+        from kernels.gpu import rng as gpu
+
+        return gpu.sample_keys(derive((seed, iteration)), *(c.to(device) for c in columns))
     out = torch.empty(len(columns[0]), dtype=torch.int64)
     build.library().rng_sample_keys(derive((seed, iteration)), *columns, len(out), out)
     return out
@@ -84,12 +94,17 @@ def sample(logits: Tensor, inv_temp: float, keys: Tensor, top_k: int = 0, top_p:
 
     logits fp32 [M, V], rows may be strided; keys int64 [M]. Ties go to the lowest id. top_k (0 = off) keeps the first k tokens in the
     order (logit * inv_temp descending, id ascending); top_p (1 = off) then the shortest prefix whose probability reaches top_p of the
-    kept total, in exact integer sums. A row depends on its own logits and key only. FloatingPointError on NaN or +inf.
+    kept total, in exact integer sums. A row depends on its own logits and key only. FloatingPointError on NaN or +inf; on a GPU, where
+    nothing may wait for a result while a step is recorded, the id of such a row is -1, and the caller has to look.
     """
     if logits.dtype != torch.float32 or logits.stride(1) != 1 or keys.dtype != torch.int64 or keys.shape != logits.shape[:1]:
         raise ValueError(f"sample: logits {logits.dtype} {tuple(logits.shape)}, keys {keys.dtype} {tuple(keys.shape)}")
     if not inv_temp > 0 or top_k < 0 or not 0 < top_p <= 1:
         raise ValueError(f"sample: inv_temp {inv_temp}, top_k {top_k}, top_p {top_p}")
+    if device_choice.on_gpu(logits, keys):
+        from kernels.gpu import rng as gpu
+
+        return gpu.sample(logits, inv_temp, keys.contiguous(), top_k, top_p)
     ids, keys = torch.empty(len(logits), dtype=torch.int64), keys.contiguous()
     build.library().rng_sample(logits, logits.stride(0), *logits.shape, ctypes.c_float(inv_temp), keys, int(top_k), float(top_p), ids)
     if bool((ids < 0).any()):
@@ -113,7 +128,19 @@ def sample_reference(logits: Tensor, inv_temp: float, keys: Tensor, top_k: int =
     return torch.tensor(ids, dtype=torch.int64)
 
 
-def _stream(function: str, key: tuple[int, ...], n: int, offset: int) -> Tensor:
+_STREAMS = {"uniform": 1, "normal": 2, "gumbel": 3}
+
+
+def _stream(name: str, key: int, n: int, offset: int, device: Device) -> Tensor:
+    if _on_gpu(device):
+        from kernels.gpu import rng as gpu
+
+        return gpu.stream(_STREAMS[name], key, n, offset, torch.device(device))
     out = torch.empty(n, dtype=torch.float32)
-    getattr(build.library(), function)(derive(tuple(key)), offset, n, out)
+    getattr(build.library(), f"rng_{name}")(key, offset, n, out)
     return out
+
+
+def _on_gpu(where: Device) -> bool:
+    """Streams have no operand to choose by."""
+    return device_choice.on_gpu(torch.empty(0, device=where))

@@ -5,6 +5,7 @@ Element i of the first half of a head turns with element i of the second half, b
 
 from __future__ import annotations
 
+import functools
 import math
 from decimal import Decimal, localcontext
 
@@ -18,15 +19,32 @@ from kernels.elementwise import fma_reference
 _TWO_PI = Decimal("6.28318530717958647692528676655900576839433879875021164194988918461563281257241799725606965068423413596")
 
 
+@functools.lru_cache(maxsize=8)
 def tables(head_dim: int, max_position: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos, sin: fp32 [max_position, head_dim / 2], computed in fp64 and rounded once.
+    """cos, sin: fp32 [max_position, head_dim / 2] in main memory, computed in fp64 and rounded once. Not to be written to: they are shared.
 
     Frequencies come from `decimal` (software), cosines from our own series: no libm, so the same bits on every machine.
     """
-    half, turns = head_dim // 2, _turns(head_dim, theta)
-    cos, sin = (torch.empty(max_position, half, dtype=torch.float32) for _ in range(2))
-    build.library().rope_tables(turns, half, max_position, cos, sin)
-    return cos, sin
+    magic = 6755399441055744.0  # 1.5 * 2^52: adding it rounds to the nearest integer, ties to even
+    turns = torch.arange(max_position, dtype=torch.float64)[:, None] * _turns(head_dim, theta)
+    quarters = turns * 4.0
+    shifted = quarters + magic
+    quadrant = shifted.view(torch.int64) & 3
+    a = (quarters - (shifted - magic)) * 1.5707963267948966
+    z = a * a
+    sine = a + a * (z * _series(z, (17, 15, 13, 11, 9, 7, 5, 3)))
+    cosine = 1.0 + z * _series(z, (16, 14, 12, 10, 8, 6, 4, 2))
+    odd, negative = (quadrant & 1).bool(), (quadrant & 2).bool()
+    first, second = torch.where(odd, sine, cosine), torch.where(odd, cosine, sine)
+    return torch.where(odd ^ negative, -first, first).float(), torch.where(negative, -second, second).float()
+
+
+def _series(z: Tensor, factorials: tuple[int, ...]) -> Tensor:
+    """Taylor's series in z, an even number of terms with alternating signs, highest power first; the first term is positive."""
+    p = torch.zeros_like(z)
+    for i, n in enumerate(factorials):
+        p = p * z + (-1.0) ** i / math.factorial(n)
+    return p
 
 
 def _turns(head_dim: int, theta: float) -> Tensor:
@@ -73,27 +91,3 @@ def apply_reference(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, inve
     c, s = (t[positions][:, None, :] for t in (cos, -sin if inverse else sin))
     first, second = x.chunk(2, dim=2)
     return torch.cat([fma_reference(first, c, -(second * s)), fma_reference(second, c, first * s)], dim=2)
-
-
-def tables_reference(head_dim: int, max_position: int, theta: float) -> tuple[Tensor, Tensor]:
-    """`tables` in plain torch, bit for bit: for machines without a compiler. The series are those of cpu/vmath_extra.h."""
-    magic = 6755399441055744.0  # 1.5 * 2^52: adding it rounds to the nearest integer, ties to even
-    turns = torch.arange(max_position, dtype=torch.float64)[:, None] * _turns(head_dim, theta)
-    quarters = turns * 4.0
-    shifted = quarters + magic
-    quadrant = shifted.view(torch.int64) & 3
-    a = (quarters - (shifted - magic)) * 1.5707963267948966
-    z = a * a
-    sine = a + a * (z * _series(z, (17, 15, 13, 11, 9, 7, 5, 3)))
-    cosine = 1.0 + z * _series(z, (16, 14, 12, 10, 8, 6, 4, 2))
-    odd, negative = (quadrant & 1).bool(), (quadrant & 2).bool()
-    first, second = torch.where(odd, sine, cosine), torch.where(odd, cosine, sine)
-    return torch.where(odd ^ negative, -first, first).float(), torch.where(negative, -second, second).float()
-
-
-def _series(z: Tensor, factorials: tuple[int, ...]) -> Tensor:
-    """Taylor's series in z, an even number of terms with alternating signs, highest power first; the first term is positive."""
-    p = torch.zeros_like(z)
-    for i, n in enumerate(factorials):
-        p = p * z + (-1.0) ** i / math.factorial(n)
-    return p

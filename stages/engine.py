@@ -139,6 +139,7 @@ class LockstepEngine:
             [requests[i].prompt_id for _, i in active],
             [requests[i].sample for _, i in active],
             [len(requests[i].token_ids) + len(completions[i].token_ids) for _, i in active],
+            self.device,
         )  # fmt: skip
         self.forwards += 1
         if all(completions[i].token_ids for _, i in active):
@@ -166,7 +167,7 @@ class LockstepEngine:
             last.append(len(ids) - 1)
         ids, positions, rows, seqs, last = (torch.tensor(x, device=self.device) for x in (ids, positions, rows, seqs, last))
         h = self._hidden(ids, positions, rows, seqs, torch.tensor([0, len(ids)]))
-        return self._sample(h[last], keys.to(self.device), sampling)
+        return self._sample(h[last], keys, sampling)
 
     def _decode_step(self, active, requests, completions, length, keys: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
         """Every sequence has one new token: a table of one row a sequence is all that a recorded step needs."""
@@ -174,7 +175,7 @@ class LockstepEngine:
         for slot, i in active:
             position = len(requests[i].token_ids) + len(completions[i].token_ids) - 1
             rows.append((completions[i].token_ids[-1], position, slot * length + position, slot * length))
-        table = torch.cat((torch.tensor(rows), keys.cpu()[:, None]), 1).to(self.device)
+        table = torch.cat((torch.tensor(rows, device=self.device), keys[:, None]), 1)
         if self._graphs is None or len(active) > self._graph_sizes[-1]:
             return self._decode(table, sampling)
         for module, readback in self.model.readbacks.items():  # what the replay runs

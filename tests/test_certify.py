@@ -24,7 +24,7 @@ def faults_of(capsys, *arguments: str) -> list[dict[str, str]]:
     return json.loads(capsys.readouterr().out)["faults"]
 
 
-WAITING = ("logprob",)  # for bf16 storage: the certificate says so, and this mark fails when it is there
+WAITING = ()  # for bf16 storage: the certificate says so, and this mark fails when it is there
 XFAIL = pytest.mark.xfail(strict=True, reason="no bf16 storage yet")
 
 

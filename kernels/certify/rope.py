@@ -56,16 +56,14 @@ def cases(s: Setting) -> Iterator[Case]:
 def operands(s: Setting, m: int, heads: int, d: int, scale_log2: int = 0) -> list[Tensor]:
     """x [M,H,D], positions [M], cos and sin [2M,D/2]: the reference's, so that every device turns by the same tables."""
     x, positions = s.values(m, heads, d, seed=1, scale_log2=scale_log2), s.on(torch.arange(m) * 37 % (2 * m))
-    return [x, positions, *(s.on(t) for t in rope.tables_reference(d, 2 * m, THETA))]
+    return [x, positions, *(s.on(t) for t in rope.tables(d, 2 * m, THETA))]
 
 
 def outputs(s: Setting, m: int, heads: int, d: int, scale_log2: int = 0) -> list[Tensor]:
     x, positions, cos, sin = operands(s, m, heads, d, scale_log2)
-    turned = [rope.apply(x, positions, cos, sin, inverse) for inverse in (False, True)]
-    return turned + (list(rope.tables(d, 40, THETA)) if s.device == "cpu" else [])  # tables are made in main memory
+    return [rope.apply(x, positions, cos, sin, inverse) for inverse in (False, True)]
 
 
 def references(s: Setting, m: int, heads: int, d: int, scale_log2: int) -> list[Tensor]:
     x, positions, cos, sin = host(*operands(s, m, heads, d, scale_log2))
-    turned = [s.store(rope.apply_reference(x, positions, cos, sin, inverse)) for inverse in (False, True)]
-    return turned + (list(rope.tables_reference(d, 40, THETA)) if s.device == "cpu" else [])
+    return [s.store(rope.apply_reference(x, positions, cos, sin, inverse)) for inverse in (False, True)]

@@ -103,6 +103,7 @@ struct LogitGrad {
   const int64_t* targets;
   const float *lse, *entropy, *g_logprob, *g_entropy;
   float inv_temp;
+  bool half;  // the gradient is stored in bf16: rounded once here, and widened again for the products that follow
 
   // logits [rows, columns] become their gradient; `id` is the id of column 0.
   void operator()(float* logits, int64_t rows, int64_t columns, int64_t id) const {
@@ -113,7 +114,8 @@ struct LogitGrad {
         const Vec gl = splat(g_logprob[r]), ge = splat(g_entropy[r]);
         const auto gradient = [&](Vec logit, Vec hit) {
           const Vec d = max(logit * factor - log_sum, splat(kFarBelow)), p = exp(d);
-          return factor * (gl * (hit - p) - ge * (p * (d + h)));
+          const Vec g = factor * (gl * (hit - p) - ge * (p * (d + h)));
+          return half ? widen(narrow(g)) : g;
         };
         const int64_t local = targets[r] - id;
         const bool owned = local >= 0 && local < columns;
@@ -224,7 +226,7 @@ int logprob_backward(const float* h, int64_t h_stride, const void* w, int64_t w_
                      int64_t* acc, const int64_t* tiles, int64_t num_tiles, double scale, float* dh) {
   FloatMode mode;
   const Head head{h, h_stride, w, w_stride, M, V, H, k_leaf, vocab_leaf, half != 0};
-  const LogitGrad logit_grad{targets, lse, entropy, g_logprob, g_entropy, float(inv_temp)};
+  const LogitGrad logit_grad{targets, lse, entropy, g_logprob, g_entropy, float(inv_temp), half != 0};
   const auto logits = floats(M * std::min(V, vocab_leaf));
   Backward backward{head, logit_grad, first_id, acc, tiles, num_tiles, scale, logits.get()};
   const int64_t first_leaf = first_id / vocab_leaf;

@@ -219,18 +219,4 @@ void rng_sample(const float* logits, int64_t stride, int64_t rows, int64_t vocab
     for (int64_t r = a; r < b; r++) ids[r] = sample_row(logits + r * stride, vocab, inv_temp, keys[r], top_k, top_p).id;
   });
 }
-
-// cos, sin: [positions, half] of the angle position * turns[i] turns, computed in fp64 and rounded once.
-void rope_tables(const double* turns, int64_t half, int64_t positions, float* cosine, float* sine) {
-  FloatMode mode;
-  parallel_for(positions, 1024, [&](int64_t a, int64_t b) {
-    for (int64_t p = a; p < b; p++)
-      for (int64_t i = 0; i < half; i++) {
-        double s, c;
-        sincos_turns(double(p) * turns[i], s, c);
-        cosine[p * half + i] = float(c);
-        sine[p * half + i] = float(s);
-      }
-  });
-}
 }

@@ -40,6 +40,12 @@ def sqrt(x):
 
 
 @triton.jit
+def root_f64(x):
+    """Square root of fp64, which has only the correctly rounded instruction."""
+    return tl.sqrt(x)
+
+
+@triton.jit
 def rsqrt(x):
     """1 / sqrt(x), both operations rounded."""
     return tl.div_rn(1.0, tl.sqrt_rn(x))

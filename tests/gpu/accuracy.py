@@ -123,7 +123,7 @@ def row_errors(dtype: torch.dtype, device: str, size: int) -> Iterator[tuple[str
     ours = {"forward": swiglu.forward(x, up), "dgate": dgate, "dup": dup}
     yield from compared("swiglu", lambda gate, up: F.silu(gate) * up, dy, {"gate": x, "up": up}, ours)
     heads, positions = x.view(m, -1, 64), torch.arange(m, device=device)
-    cos, sin = (t.to(device) for t in rope.tables_reference(64, m, 1e6))
+    cos, sin = (t.to(device) for t in rope.tables(64, m, 1e6))
     turned = {"forward": rope.apply(heads, positions, cos, sin)}
     exact, theirs = (rope_plain(t, cos, sin) for t in (heads.double(), heads))
     for _, own, other in errors(turned, {"forward": theirs}, {"forward": exact}):
