@@ -23,6 +23,7 @@ from kernels.certify.core import Case
 from kernels.certify.setting import Setting, host
 
 TENSOR_CORES = True
+NARROWS = True
 DTYPES = (torch.float32, torch.bfloat16)
 SMALL: tuple[tuple, ...] = (((19, 2),), ((9,), 3, 1, 10))
 LARGE: tuple[tuple, ...] = (((150, 33), 6, 2, 24, 64, 64), ((9,), 3, 1, 10), ((1,), 4, 2, 64))

@@ -54,6 +54,7 @@ class Setting:
     dtype: torch.dtype = torch.float32
     quick: bool = False
     tensor_cores: bool = False  # the operation has products that a GPU may do on tensor cores
+    narrows: bool = False  # in bf16 the Triton kernels round more often than C++ does (probabilities)
 
     @property
     def small(self) -> bool:
@@ -70,7 +71,8 @@ class Setting:
     @property
     def has_rule(self) -> bool:
         """Whether the reference's bits are promised: not where the order inside one instruction is the hardware's."""
-        return not (self.device == "cuda" and self.dtype == torch.bfloat16 and self.tensor_cores)
+        own_class = self.tensor_cores if self.device == "cuda" else self.narrows and self.device == "interpreter"
+        return not (self.dtype == torch.bfloat16 and own_class)
 
     # --- inputs ------------------------------------------------------------------------------------------------------------------
     @unflushed

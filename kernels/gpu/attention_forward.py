@@ -56,7 +56,7 @@ def leaf_sums(
             l += tl.sum(p, 1)
         else:
             l = math.dot(p, tl.full((BN, 16), 1.0, tl.float32), l)
-        o = math.dot(p.to(values.dtype), values, o)
+        o = math.dot(math.stored(p, values.dtype), values, o)
     return m, l, o
 
 
@@ -72,10 +72,12 @@ def forward_leaf(
         l = tl.zeros((q.shape[0],), tl.float32)
         whole = first + tl.maximum(tl.minimum(first + LEAF, least) - first, 0) // BN * BN  # up to here every row sees every key
         m, l, o = leaf_sums(
-            m, l, o, q, k, k_stride, v, v_stride, pages, k_start, first, whole, stop, seen, scale, D, BD, BN, PAGE, ONE_PAGE, True, True, False
+            m, l, o, q, k, k_stride, v, v_stride, pages, k_start, first, whole, stop, seen, scale, D, BD, BN, PAGE, ONE_PAGE,
+            True, True, False,
         )  # fmt: skip
         m, l, o = leaf_sums(
-            m, l, o, q, k, k_stride, v, v_stride, pages, k_start, whole, stop, stop, seen, scale, D, BD, BN, PAGE, ONE_PAGE, True, True, True
+            m, l, o, q, k, k_stride, v, v_stride, pages, k_start, whole, stop, stop, seen, scale, D, BD, BN, PAGE, ONE_PAGE,
+            True, True, True,
         )  # fmt: skip
     else:
         columns = tl.zeros((q.shape[0], 16), tl.float32)
@@ -192,7 +194,7 @@ def merge_kernel(
     nodes += (tile * tl.num_programs(1) + kv_head).to(tl.int64) * slots * (NODE * (BD + 2))
     rows = offset + tl.arange(0, BM)
     leaves = tl.cdiv(tl.max(seen), LEAF)
-    for leaf in range(0, leaves):
+    for leaf in range(leaves):
         at_m, at_l, at_o = node_pointers(nodes, slots, leaf, rows, NODE, BD)
         m, l = tl.load(at_m, mask=real, other=ABSENT), tl.load(at_l, mask=real, other=0.0)
         o = tl.load(at_o, mask=real[:, None], other=0.0)
@@ -211,7 +213,7 @@ def blocks(dtype: torch.dtype, rows: int, head_dim: int, leaf: int, split: bool)
     if narrow:
         bm, warps = (64, 4) if split else (128, 8)
     else:
-        bm, warps = min(16 if split else 64, max(16, triton.next_power_of_2(rows))), 4
+        bm, warps = (32, 8) if not split and rows > 16 else (16, 4)
     constants = {"D": head_dim, "BD": max(16, triton.next_power_of_2(head_dim)), "LEAF": leaf, "BM": bm, "BN": bn}
     return constants | {"ONLINE": narrow or leaf <= bn, "NARROW": narrow, "SPLIT": split}, {"num_warps": warps, "num_stages": 2}
 
@@ -227,10 +229,11 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, seqs: Tensor, q_pos: Tensor, scale: float, kv_leaf: int,
     block_table: Tensor | None = None, page_size: int = 0, *, max_len: int | None = None, split: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As kernels.attention.forward. Key p of sequence s lies in row k_start + p, or block_table[s, p // page_size] * page_size + p % page_size.
+    """As kernels.attention.forward, keys contiguous or in pages.
 
     max_len: bound of the sequences' k_len. With it nothing is read from the device, so a call can be captured in a CUDA graph; without it
-    the split schedule waits for `seqs`. split: choose the schedule (default: for at most 64 row-heads a sequence); no bit depends on either.
+    the split schedule waits for `seqs`. split: choose the schedule (default: for at most 64 row-heads a sequence). No bit depends on
+    either.
     """
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     stats = torch.zeros((2, *q.shape[:2]), dtype=torch.float32, device=q.device)
@@ -252,7 +255,8 @@ def forward(
     table, table_stride, paging = pages_of(block_table, page_size, seqs, kv_leaf, constants["BN"])
     result = nodes, slots, out, stats[0], stats[1]
     forward_kernel[(len(tiles), kv_heads, leaves if split else 1)](
-        q, k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1), table, table_stride, seqs, q_pos, tiles, q.shape[1], float(scale), *result,
+        q, k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1), table, table_stride, seqs, q_pos, tiles, q.shape[1], float(scale),
+        *result,
         GROUP=group, **constants, **paging, **options, **math.LAUNCH,
     )  # fmt: skip
     if split:
@@ -261,3 +265,40 @@ def forward(
             seqs, q_pos, tiles, q.shape[1], *result, **size, num_warps=4, **math.LAUNCH
         )
     return out, stats[0], stats[1]
+
+
+def compile_cases(kind: str, dtype: torch.dtype) -> list:
+    from kernels.gpu.ahead_of_time import Case
+
+    cases = []
+    for name, split, table in (("prefill", False, "*i64"), ("decode", True, "*i64"), ("decode paged", True, "*i32")):
+        constants, options = blocks(dtype, 4096, 128, 128, split)
+        constants |= {"GROUP": 2, "PAGE": 16 if "paged" in name else 0, "ONE_PAGE": False}
+        signature = {
+            "q": f"*{kind}", "k": f"*{kind}", "k_stride": "i32", "k_head": "i32", "v": f"*{kind}", "v_stride": "i32", "v_head": "i32",
+            "table": table, "table_stride": "i32", "seqs": "*i64", "q_pos": "*i64", "tiles": "*i64", "Hq": "i32", "scale": "fp32",
+            "nodes": "*fp32", "slots": "i32", "out": f"*{kind}", "m_out": "*fp32", "l_out": "*fp32",
+        }  # fmt: skip
+        aligned = (
+            "q",
+            "k",
+            "k_stride",
+            "k_head",
+            "v",
+            "v_stride",
+            "v_head",
+            "table",
+            "seqs",
+            "q_pos",
+            "tiles",
+            "nodes",
+            "out",
+            "m_out",
+            "l_out",
+        )
+        cases.append(Case(forward_kernel, f"{kind} {name}", signature, constants, aligned, options, approximate=kind == "bf16"))
+    signature = {"seqs": "*i64", "q_pos": "*i64", "tiles": "*i64", "Hq": "i32", "nodes": "*fp32", "slots": "i32", "out": f"*{kind}"}
+    signature |= {"m_out": "*fp32", "l_out": "*fp32"}
+    constants = {"GROUP": 2, "D": 128, "BD": 128, "LEAF": 128, "NODE": 64, "BM": 16}
+    aligned = ("seqs", "q_pos", "tiles", "nodes", "out", "m_out", "l_out")
+    return [*cases, Case(merge_kernel, f"{kind} merge", signature, constants, aligned, {"num_warps": 4})]

@@ -1,7 +1,8 @@
 """What the attention kernels share: tiles of row-heads, tiles of keys, and the aligned tree.
 
-A tile holds BM row-heads of one sequence and one key/value head: row-head i is row q_start + i // GROUP at head kv_head * GROUP + i % GROUP,
-so that the query heads of a group read their keys together. Keys and head dims are padded to powers of two; padding is zero.
+A tile holds BM row-heads of one sequence and one key/value head: row-head i is row q_start + i // GROUP at head
+kv_head * GROUP + i % GROUP, so that the query heads of a group read their keys together. Keys and head dims are padded to powers of two;
+padding is zero.
 
 The aligned tree is a binary counter over the leaves: leaf i first joins the nodes of the trailing ones of i, the last leaf all its ones.
 Leaves that a row doesn't see lie on the right, have the maximum ABSENT and zeros, and change no bit of what they are merged with.
@@ -33,7 +34,7 @@ def query_tiles(seqs: Tensor, rows: int, group: int, block: int) -> Tensor:
 
 @triton.jit
 def locate(tiles, seqs, q_pos, tile, offset, kv_head, Hq, GROUP: tl.constexpr, BM: tl.constexpr):
-    """(sequence, k_start, row-heads' indices [BM], which are real [BM], keys that each sees [BM]) of a tile, from its row-head `offset` on."""
+    """Of a tile, from its row-head `offset` on: sequence, k_start, indices of the row-heads, which are real, how many keys each sees."""
     s = tl.load(tiles + 2 * tile)
     i = tl.load(tiles + 2 * tile + 1) + offset + tl.arange(0, BM)
     q_stop, k_start, k_len = tl.load(seqs + 4 * s + 1), tl.load(seqs + 4 * s + 2), tl.load(seqs + 4 * s + 3)
@@ -53,7 +54,7 @@ def load_rows(x, index, real, D: tl.constexpr, BD: tl.constexpr):
 @triton.jit
 def store_rows(x, index, real, value, D: tl.constexpr, BD: tl.constexpr):
     d = tl.arange(0, BD)
-    tl.store(x + index[:, None] * D + d[None, :], value.to(x.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
+    tl.store(x + index[:, None] * D + d[None, :], math.stored(value, x.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
 
 
 @triton.jit
