@@ -35,12 +35,14 @@ _FAULTS = {
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, seqs: Tensor, q_pos: Tensor, scale: float, kv_leaf: int,
-    block_table: Tensor | None = None, page_size: int = 0,
+    block_table: Tensor | None = None, page_size: int = 0, max_len: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """q [M,Hq,D] -> o [M,Hq,D], and for the backward pass m, l [M,Hq]: maximum score and sum exp(s - m). Rows of no sequence are zero.
 
     With a block table, int32 [S, max pages], k and v hold pages: position p of sequence s lies in row
     block_table[s, p // page_size] * page_size + p % page_size, and k_start is ignored. Pages need no relation to leaves and change no bit.
+    max_len, a bound on every k_len, changes no bit either: with it a GPU's launch is planned without reading `seqs`, as recording a
+    CUDA graph demands. On a GPU the values of seqs, q_pos and the table are not checked.
     """
     _check_shapes(q, k, v, seqs, q_pos, kv_leaf)
     if block_table is not None:
@@ -48,7 +50,7 @@ def forward(
     if device.on_gpu(q, k, v, seqs, q_pos, block_table):
         from kernels.gpu import attention as gpu
 
-        return gpu.forward(q, k, v, seqs, q_pos, scale, kv_leaf, block_table, page_size)
+        return gpu.forward(q, k, v, seqs, q_pos, scale, kv_leaf, block_table, page_size, max_len)
     (rows, q_heads, head_dim), half = q.shape, q.dtype is torch.bfloat16
     q, seqs, q_pos = q.float().contiguous(), _int64(seqs), _int64(q_pos)
     table, pages = (0, 0) if block_table is None else (block_table.data_ptr(), block_table.shape[1])
@@ -95,7 +97,7 @@ def backward_kv(
     """
     _check_shapes(q, k, v, seqs, q_pos, token_leaf)
     _check_rows(q, do, q, m, norm, delta)
-    if device.on_gpu(q, k, v, do, m, norm, delta, seqs, q_pos, k_ranges):
+    if device.on_gpu(q, k, v, do, m, norm, delta, seqs, q_pos):
         from kernels.gpu import attention as gpu
 
         return gpu.backward_kv(do, q, k, v, m, norm, delta, seqs, q_pos, k_ranges, scale, token_leaf)

@@ -52,8 +52,9 @@ class TokenBatch:
         return len(self.token_ids)
 
     def to(self, device: torch.device | str) -> TokenBatch:
-        """The same batch with its tensors on another device."""
-        tensors = {f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor)}
+        """The same batch with its tensors on another device, but for those that the host plans launches from."""
+        planned = ("tiles", "head_tiles", "key_ranges")
+        tensors = {f.name: x for f in fields(self) if isinstance(x := getattr(self, f.name), Tensor) and f.name not in planned}
         return replace(self, **{name: x.to(device) for name, x in tensors.items()})
 
 

@@ -72,6 +72,7 @@ class LockstepEngine:
         self.device = model.lm_head.weight.device
         self._graph_sizes, self._record = sorted(graph_sizes), record
         self._graphs: DecodeGraphs | None = None
+        self._length = 0  # cache rows of a sequence
         self._shape: tuple | None = None  # what the cache and the graphs were made for
         self._cache: list[tuple[Tensor, Tensor]] = []
 
@@ -115,7 +116,7 @@ class LockstepEngine:
         def empty() -> Tensor:
             return torch.empty(rows, heads, config.head_dim, dtype=par.dtype, device=self.device)
 
-        self._graphs, self._cache = None, []  # the old ones go first
+        self._graphs, self._cache, self._length = None, [], length  # the old ones go first
         self._cache = [(empty(), empty()) for _ in range(config.num_layers)]
         if self._graph_sizes and num_slots:
             padding = {"table": torch.tensor([0, 0, rows - 1, rows - 1, 0], device=self.device)}
@@ -195,7 +196,7 @@ class LockstepEngine:
         def attend(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self._cache[module.layer]
             keys[rows], values[rows] = k, v
-            return module.ops.cached_attention(q, keys, values, seqs, positions, module.scale)
+            return module.ops.cached_attention(q, keys, values, seqs, positions, module.scale, self._length)
 
         return self.model.model(ids, positions, tiles, attend)
 

@@ -231,9 +231,9 @@ class LockstepOps:
         """q [M,H,D], k and v [M,G,D] of the rank's rows -> [M,H,D]."""
         return _apply(_Attention, self.par, batch, scale, q, k, v)
 
-    def cached_attention(self, q: Tensor, k: Tensor, v: Tensor, seqs: Tensor, positions: Tensor, scale: float) -> Tensor:
-        """q [M,H,D] against a cache k, v [rows,G,D]; `seqs` as in kernels.attention."""
-        return attention.forward(q, k, v, seqs, positions, scale, self.par.numerics.kv_leaf)[0]
+    def cached_attention(self, q: Tensor, k: Tensor, v: Tensor, seqs: Tensor, positions: Tensor, scale: float, max_len: int) -> Tensor:
+        """q [M,H,D] against a cache k, v [rows,G,D] of sequences of at most max_len keys; `seqs` as in kernels.attention."""
+        return attention.forward(q, k, v, seqs, positions, scale, self.par.numerics.kv_leaf, max_len=max_len)[0]
 
     def logprob(self, h: Tensor, w: Tensor, batch: TokenBatch, inv_temp: float) -> tuple[Tensor, Tensor]:
         """h [H,K] -> logprob of batch.head_targets [H], entropy [H]."""

@@ -91,7 +91,8 @@ class Step:
         self.student = build(shape, precision, device, trained=True)
         load_slices(self.teacher, initial_weights(self.teacher, device))
         load_slices(self.student, initial_weights(self.student, device, change=1e-3))
-        self.engine = LockstepEngine(build(shape, precision, device, trained=False), set(), 1)
+        graphs = () if device == "cpu" else (1,)
+        self.engine = LockstepEngine(build(shape, precision, device, trained=False), set(), 1, graphs)
         self.parameters = dict(self.student.named_parameters())
         shapes = {name: p.shape for name, p in self.parameters.items()}
         self.grads = self.student.par.grads = ExactGradients(shapes, self.numerics.grad_scale_log2, device=device)

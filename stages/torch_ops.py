@@ -110,9 +110,9 @@ class TorchOps:
         if batch.cp_order is not None:
             mesh = self.par.mesh
             k, v = (_GatherKeys.apply(x, mesh.cp_group, batch.cp_counts, batch.cp_order, mesh.c) for x in (k, v))
-        return self.cached_attention(q, k, v, batch.seqs, batch.positions, scale)
+        return self.cached_attention(q, k, v, batch.seqs, batch.positions, scale, 0)
 
-    def cached_attention(self, q: Tensor, k: Tensor, v: Tensor, seqs: Tensor, positions: Tensor, scale: float) -> Tensor:
+    def cached_attention(self, q: Tensor, k: Tensor, v: Tensor, seqs: Tensor, positions: Tensor, scale: float, max_len: int) -> Tensor:
         outputs = []
         for q0, q1, k0, length in seqs.tolist():
             heads = [x.transpose(0, 1)[None] for x in (q[q0:q1], k[k0 : k0 + length], v[k0 : k0 + length])]

@@ -227,7 +227,7 @@ def pages_of(block_table: Tensor | None, page_size: int, seqs: Tensor, leaf: int
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, seqs: Tensor, q_pos: Tensor, scale: float, kv_leaf: int,
-    block_table: Tensor | None = None, page_size: int = 0, *, max_len: int | None = None, split: bool | None = None,
+    block_table: Tensor | None = None, page_size: int = 0, max_len: int | None = None, split: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """As kernels.attention.forward, keys contiguous or in pages.
 

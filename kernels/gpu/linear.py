@@ -175,7 +175,7 @@ def accumulate_weight_grad(acc: Tensor, dy: Tensor, x: Tensor, tiles: Tensor, sc
     unless a CUDA graph is being captured: then nothing is checked."""
     n, k = acc.shape
     block = 64
-    steps = _steps(tiles, block).to(acc.device)
+    steps = _steps(tuple(tiles.tolist()), block, acc.device)
     if not len(steps) or not acc.numel():
         return
     bn, bk = (16, 16) if math.INTERPRETED.value else (128, 64)
@@ -189,12 +189,12 @@ def accumulate_weight_grad(acc: Tensor, dy: Tensor, x: Tensor, tiles: Tensor, sc
         raise OverflowError(f"a weight gradient left the range of int64 at scale 2^{scale_log2}")
 
 
-def _steps(tiles: Tensor, block: int) -> Tensor:
-    """int32 [S,3]: the row blocks of all leaves: first row, end of the leaf, 1 in the last block of a leaf."""
-    bounds = tiles.cpu().tolist()
+@functools.lru_cache(maxsize=32)
+def _steps(bounds: tuple[int, ...], block: int, device: torch.device) -> Tensor:
+    """int32 [S,3]: the row blocks of all leaves: first row, end of the leaf, 1 in the last block of a leaf. A layer's linears share it."""
     block = 16 if math.INTERPRETED.value else block
     rows = [(r, b, int(r + block >= b)) for a, b in zip(bounds, bounds[1:]) for r in range(a, b, block)]
-    return torch.tensor(rows, dtype=torch.int32).reshape(-1, 3)
+    return torch.tensor(rows, dtype=torch.int32).reshape(-1, 3).to(device)
 
 
 def k_block(leaf: int, itemsize: int) -> int:
