@@ -1,6 +1,7 @@
 """Small random models of both architectures, ours and transformers'."""
 
 import json
+from dataclasses import replace
 
 import torch
 
@@ -31,10 +32,10 @@ def reference(architecture: str, tied: bool):
     return model, {**config.to_dict(), "architectures": [architecture]}
 
 
-def ours(hf, config: dict, case: str = "R/R") -> CausalLM:
-    mesh = Mesh(MeshShape(), 0)
+def ours(hf, config: dict, case: str = "R/R", precision: str = "fp32") -> CausalLM:
+    mesh, numerics = Mesh(MeshShape(), 0), replace(NUMERICS, precision=precision)
     model_config = ModelConfig.from_hf(json.loads(json.dumps(config)))
-    model = CausalLM(model_config, Parallel(mesh, model_config.shape, NUMERICS), implementations(case, "training"))
+    model = CausalLM(model_config, Parallel(mesh, model_config.shape, numerics), implementations(case, "training"))
     load_slices(model, ((n, p.detach()) for n, p in hf.named_parameters()))
     shapes = {n: p.shape for n, p in model.named_parameters()}
     model.par.grads = ExactGradients(shapes, NUMERICS.grad_scale_log2)

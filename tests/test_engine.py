@@ -28,9 +28,11 @@ def recorder(model):
     return record
 
 
-def engine(batch_size: int = 4, case: str = "R/R", eos: tuple[int, ...] = (5, 17, 40), graph_sizes: tuple[int, ...] = ()) -> LockstepEngine:
+def engine(batch_size: int = 4, case: str = "R/R", eos=(5, 17, 40), graph_sizes=(), precision="fp32", stored=True) -> LockstepEngine:
     hf, config = reference("Qwen3ForCausalLM", False)
-    model = ours(hf, config, case)
+    model = ours(hf, config, case, precision)
+    if stored:
+        model.to(model.par.dtype)  # else fp32 masters, as the trainer has them
     made = LockstepEngine(model, set(eos), batch_size, graph_sizes, recorder(model))
     made.load_weights(((n, p.detach()) for n, p in hf.named_parameters()), "weight_v000001")
     return made
@@ -80,9 +82,9 @@ def test_joined_projections_are_the_parameters_own_memory():
     assert engine(case="P/P").model.model.layers[0].mlp.joined is None, "PyTorch's side stays as it is trained"
 
 
-def trainer_mismatches(case: str) -> int:
+def trainer_mismatches(case: str, precision: str = "fp32") -> int:
     """Tokens whose logprob by one packed forward has other bytes than the engine's."""
-    whole = generate(case=case)
+    whole = generate(case=case, precision=precision)
     samples, offset = [], 0
     for i, r in enumerate(REQUESTS):
         c = whole[(r.prompt_id, r.sample)]
@@ -90,13 +92,18 @@ def trainer_mismatches(case: str) -> int:
         offset += len(c.token_ids)
     recorded = torch.tensor([x for r in REQUESTS for x in whole[(r.prompt_id, r.sample)].logprobs])
     with torch.no_grad():
-        logp, _ = engine(case=case).model(pack(samples, NUMERICS.token_leaf), 1 / SAMPLING.temperature)
+        logp, _ = engine(case=case, precision=precision, stored=False).model(pack(samples, NUMERICS.token_leaf), 1 / SAMPLING.temperature)
     return int((logp.view(torch.int32) != recorded.view(torch.int32)).sum())
 
 
 def test_logprobs_are_the_trainers_own_bits():
     assert trainer_mismatches("R/R") == 0
     assert trainer_mismatches("P/P") > 0  # the control: PyTorch's kernels don't agree with themselves
+
+
+def test_so_they_are_in_bf16_storage():
+    assert trainer_mismatches("R/R", "bf16") == 0
+    assert generate(precision="bf16") != generate(), "the control: another precision is another result"
 
 
 def test_greedy_decoding_takes_the_largest_logit():

@@ -42,6 +42,13 @@ def test_layouts_and_kernel_builds_end_in_the_golden_digest(clone):
     assert len(out.splitlines()) == 4
 
 
+@pytest.mark.slow
+def test_bf16_storage_holds_the_contract_too(clone):
+    code, out = pipeline(clone, "-m", "layout=tp1cp1dp1,tp2cp2,dp2z3", "numerics.precision=bf16", "name=half")
+    assert code == 0, out
+    assert out.splitlines()[-1].startswith("identical: ") and GOLDEN[1] not in out  # another experiment
+
+
 def test_pytorchs_own_kernels_are_found_to_differ(clone):
     code, out = pipeline(clone, "kernels.case=P/P", "-m", "layout=tp1cp1dp1,tp2", "iterations=1", "name=control")
     assert code == 3, out
