@@ -43,7 +43,6 @@ def dot_kernel(a_ptr, b_ptr, c_ptr, SIZE: tl.constexpr, K: tl.constexpr):
     tl.store(c_ptr + i[:, None] * SIZE + i[None, :], math.dot(a, b, tl.zeros((SIZE, SIZE), tl.float32)))
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_have_the_bits_of_the_cpu(name):
     """Over random bit patterns: subnormal numbers, infinities and NaN among them."""

@@ -29,7 +29,6 @@ def digests(shape: str, monkeypatch) -> tuple[str, str]:
     return results[0], results[1]
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_small_step_ends_in_the_same_bytes(monkeypatch):
     monkeypatch.setitem(opd_profile.SHAPES, "micro", MICRO)
     monkeypatch.setitem(opd_profile.LEAVES, "micro", LEAVES)
@@ -45,7 +44,6 @@ def test_a_small_step_ends_in_the_same_bytes(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_the_tiny_step_ends_in_the_same_bytes(monkeypatch):
     cpu, triton = digests("tiny", monkeypatch)
     assert cpu == triton

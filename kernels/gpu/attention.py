@@ -13,5 +13,5 @@ def compile_cases() -> list:
 
     cases = []
     for kind, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        cases += attention_forward.compile_cases(kind, dtype) + attention_backward.compile_cases(kind, dtype)
+        cases += attention_forward.cases_of(kind, dtype) + attention_backward.cases_of(kind, dtype)
     return cases

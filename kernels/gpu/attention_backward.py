@@ -194,7 +194,7 @@ def backward_kv(
     return dk, dv
 
 
-def compile_cases(kind: str, dtype: torch.dtype) -> list:
+def cases_of(kind: str, dtype: torch.dtype) -> list:
     from kernels.gpu.ahead_of_time import Case
 
     pointers = {"do": f"*{kind}", "q": f"*{kind}", "k": f"*{kind}", "k_stride": "i32", "k_head": "i32", "v": f"*{kind}", "v_stride": "i32"}
