@@ -181,7 +181,7 @@ def _chain(a: Tensor, b: Tensor, start: Tensor | None = None) -> Tensor:
 def _merge(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Nodes (m [], (l, o) [1 + D])."""
     m = torch.maximum(a[0], b[0])
-    wa, wb = elementwise.exp(a[0] - m), elementwise.exp(b[0] - m)
+    wa, wb = elementwise.exp_reference(a[0] - m), elementwise.exp_reference(b[0] - m)
     return m, fma_reference(b[1], wb, a[1] * wa) + 0.0
 
 
@@ -202,7 +202,7 @@ def forward_reference(
         leaves = {}
         for i, (kl, vl) in enumerate(zip(k[keys, kv_head].split(kv_leaf), v[keys, kv_head].split(kv_leaf))):
             s = _chain(q[row, head][:, None], kl.t()) * torch.tensor(scale)
-            p = elementwise.exp(s - s.max())
+            p = elementwise.exp_reference(s - s.max())
             leaves[i] = s.max(), _chain(p[:, None], torch.cat((torch.ones(len(p), 1), vl), 1)) + 0.0
         m[row, head], sums = reduce.aligned(leaves, _merge)
         norm[row, head], o[row, head] = sums[0], sums[1:] / sums[0]
@@ -211,7 +211,7 @@ def forward_reference(
 
 def _p_and_ds(q: Tensor, k: Tensor, v: Tensor, do: Tensor, m: Tensor, norm: Tensor, delta: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """One row-head q, do [D] against keys k, v [T,D]."""
-    p = elementwise.exp(_chain(q[:, None], k.t()) * torch.tensor(scale) - m) * (1.0 / norm)
+    p = elementwise.exp_reference(_chain(q[:, None], k.t()) * torch.tensor(scale) - m) * (1.0 / norm)
     return p, p * (_chain(do[:, None], v.t()) - delta) * torch.tensor(scale)
 
 

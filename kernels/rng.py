@@ -124,8 +124,30 @@ def sample_reference(logits: Tensor, inv_temp: float, keys: Tensor, top_k: int =
         mass = torch.exp(y[order].double() - y[order[0]].double()).cumsum(0)
         kept = order[: int((mass < top_p * mass[-1]).sum()) + 1] if top_p < 1 else order
         kept = kept.sort().values
-        ids.append(int(kept[(y + gumbel(key, len(row)))[kept].argmax()]))
+        ids.append(int(kept[(y + gumbel_reference(key, len(row)))[kept].argmax()]))
     return torch.tensor(ids, dtype=torch.int64)
+
+
+def gumbel_reference(key: int, n: int) -> Tensor:
+    """`gumbel` from element 0 on, bit for bit, in plain Python and torch: for machines without a compiler."""
+    blocks = [philox_reference((i, 0, 0, _STREAMS["gumbel"]), (key & _MASK, key >> 32 & _MASK)) for i in range(-(-n // 4))]
+    u = (torch.tensor(blocks, dtype=torch.float64).reshape(-1)[:n] + 0.5) * 2.0**-32
+    return (-_log_reference(-_log_reference(u))).float()
+
+
+def _log_reference(x: Tensor) -> Tensor:
+    """log_f64 of cpu/vmath_extra.h."""
+    root_half, one = 0x3FE6A09E667F3BCD, 0x3FF0000000000000
+    shifted = x.view(torch.int64) + (one - root_half)
+    k = ((shifted >> 52) - 1023).double()
+    f = ((shifted & 0x000FFFFFFFFFFFFF) + root_half).view(torch.float64) - 1.0
+    s = f / (2.0 + f)
+    z = s * s
+    p = torch.full_like(z, 1.0 / 23)
+    for odd in range(21, 1, -2):
+        p = p * z + 1.0 / odd
+    high, low = float.fromhex("0x1.62e42fefa38p-1"), float.fromhex("0x1.ef35793c7673p-45")
+    return k * high + (k * low + 2.0 * (s + s * (z * p)))
 
 
 _STREAMS = {"uniform": 1, "normal": 2, "gumbel": 3}

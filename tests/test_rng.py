@@ -104,3 +104,8 @@ def test_sample_rejects_bad_values():
         rng.sample(torch.tensor([[1.0, math.nan]]), 1.0, keys)
     with pytest.raises(ValueError):
         rng.sample(torch.zeros(1, 3), 1.0, keys, top_p=0.0)
+
+
+def test_gumbel_reference():
+    for key in (0, -7, 2**63 - 1):
+        assert torch.equal(rng.gumbel_reference(key, 1001), rng.gumbel(key, 1001))
