@@ -1,7 +1,7 @@
 """One on-policy distillation step by phase: a student samples, a teacher scores the samples, the student takes one optimizer step.
 
     python -m stages.opd_profile --device cuda                      a Qwen3-0.6B-shaped step, 4 prompt and 8 rollout tokens, bf16 storage
-    python -m stages.opd_profile --shape tiny --precision fp32      the same code at a tiny shape; its digest is a known answer
+    python -m stages.opd_profile --device cuda --check              three tiny steps in fp32: their digest must be the CPU kernels'
 
 Weights are a fixed integer hash, so a digest of the updated weights can be compared between machines and devices. The loss is the
 sampled reverse KL of Lu and Thinking Machines ("On-policy distillation", 2025): the advantage of a token is log p_teacher - log p_student.
@@ -176,7 +176,12 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3-0.6b", choices=SHAPES)
     parser.add_argument("--precision", default="bf16", choices=("fp32", "bf16"))
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--check", action="store_true", help="exit status 1 when the known digest is not reached")
     args = parser.parse_args()
+    if args.check:
+        digest = profile("tiny", "fp32", args.device, 2, lambda line: None)["digest"]
+        print(f"tiny step, fp32, {args.device}: {digest} {'equals' if digest == KNOWN_DIGEST else 'IS NOT'} the known digest")
+        sys.exit(digest != KNOWN_DIGEST)
     result = profile(args.shape, args.precision, args.device, args.steps, lambda line: print(line, file=sys.stderr))
     print(json.dumps(result, indent=1))
 

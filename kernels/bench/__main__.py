@@ -1,4 +1,4 @@
-"""python -m kernels.bench [op ...] [--threads 1,2] [--device cpu|cuda] [--quick] [--out FILE]
+"""python -m kernels.bench [op ...] [--threads 1,2] [--device cpu|cuda] [--quick] [--seconds N] [--out FILE]
 
 Prints, for every operation, the ratio of our time to PyTorch's own on the same work, beside the target and the floor. Rounds are
 interleaved in one process, so the ratio means something on a busy machine; seconds don't. Exit status 0 whatever the figures are.
@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
+import math
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,13 +34,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--threads", default="1,2", type=lambda text: [int(t) for t in text.split(",")])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="fewer shapes and rounds")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop timing after so long and print what there is")
     parser.add_argument("--out", help="the figures as JSON")
     args = parser.parse_args(argv)
     if unknown := set(args.ops) - {*OPS, *WHOLE}:
         parser.error(f"{', '.join(sorted(unknown))}: no such op; there are {', '.join((*OPS, *WHOLE))}")
     threads = args.threads if args.device == "cpu" else [1]
     ops = [op for op in OPS if op in (args.ops or OPS)]
-    rows = list(measured(ops, args.device, threads, args.quick)) if ops else []
+    deadline = time.monotonic() + args.seconds
+    rows = list(itertools.takewhile(lambda _: time.monotonic() < deadline, measured(ops, args.device, threads, args.quick))) if ops else []
+    if time.monotonic() >= deadline:
+        print(f"cut after {args.seconds:g} s: not every case was timed")
     memory = peak_memory(args.ops, args.device, args.quick)
     if rows:
         print("ours / PyTorch's own: time ratio over interleaved rounds\n", *table(rows), "\nby op\n", *means(rows), "", sep="\n")

@@ -2,6 +2,8 @@
 
 rule              equal to the references at tiny shapes, several groupings of heads, a leaf that is not full
 decode            rows one by one against a cache = prefill of the whole = prefill in chunks; stale cache rows are NaN
+pages             keys and values in shuffled pages of any size = contiguous ones; pages that belong to nobody are NaN
+schedules         (Triton) a program per leaf and one for all leaves
 rows              M query rows at any offset, columns of the packed batch (heads) at a stride
 packing           a sequence alone = the same among others
 context parallel  query tiles and key ranges scattered over ranks
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels import attention
+from kernels import attention, device
 from kernels.certify.core import Case
 from kernels.certify.setting import Setting, host
 
@@ -86,6 +88,8 @@ def cases(s: Setting) -> Iterator[Case]:
             "rule", "values of 2^-130", lambda: Batch(s, (9,), scale_log2=-130).all(), lambda: Batch(s, (9,), scale_log2=-130).references()
         )
     yield from decode(s)
+    yield from pages(s)
+    yield from schedules(s)
     yield from rows(s)
     yield from packing(s)
     yield from context_parallel(s)
@@ -115,6 +119,46 @@ def in_chunks(batch: Batch, chunks: list[int]) -> list[Tensor]:
         parts.append(attention.forward(batch.q[own], cache[0], cache[1], seqs, positions, batch.scale, batch.kv_leaf))
         start = own.stop
     return [torch.cat(outputs) for outputs in zip(*parts)]
+
+
+def pages(s: Setting) -> Iterator[Case]:
+    batch = Batch(s, (11, 6) if s.small else (70, 33, 16))
+    for size in (4, 7) if s.small else (1, 7, 16, 64):
+        yield Case("pages", f"of {size} rows", lambda n=size: paged(batch, n), lambda: batch.forward())
+
+
+def paged(batch: Batch, size: int) -> tuple[Tensor, ...]:
+    """The forward pass over the same keys and values, in pages that lie backwards, each beside one of NaN."""
+    counts = [-(-n // size) for n in batch.lengths]
+    table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
+    cache = batch.k.new_full((2, 2 * sum(counts) * size, batch.kv_heads, batch.head_dim), math.nan)
+    page = 2 * sum(counts)
+    for i, (start, n) in enumerate(zip(batch.starts, batch.lengths)):
+        for j in range(counts[i]):
+            page -= 2
+            table[i, j] = page
+            own = slice(start + j * size, start + min((j + 1) * size, n))
+            at = slice(page * size, page * size + own.stop - own.start)
+            cache[0, at], cache[1, at] = batch.k[own], batch.v[own]
+    seqs = batch.seqs.clone()
+    seqs[:, 2] = 0
+    rest = batch.scale, batch.kv_leaf, batch.s.on(table), size
+    return attention.forward(batch.q, cache[0], cache[1], seqs, batch.positions, *rest)
+
+
+def schedules(s: Setting) -> Iterator[Case]:
+    if s.device == "cpu":
+        return
+    from kernels.gpu import attention_forward
+
+    batch = Batch(s, (13, 6)) if s.small else Batch(s, (300, 33), 16, 8, 128, 64)
+
+    def forward(split: bool) -> tuple[Tensor, ...]:
+        device.on_gpu(batch.q)
+        arguments = batch.q, batch.k, batch.v, batch.seqs, batch.positions, batch.scale, batch.kv_leaf
+        return attention_forward.forward(*arguments, split=split)
+
+    yield Case("schedules", "a program per leaf", lambda: forward(True), lambda: forward(False))
 
 
 def rows(s: Setting) -> Iterator[Case]:

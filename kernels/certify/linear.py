@@ -2,6 +2,7 @@
 
 rule              equal to the reference, ragged leaves, subnormal products among them
 rows              M rows at any offset are the rows of the whole: decode (M = 1), prefill and every chunking
+schedules         (Triton) the tree in one program, or cut over programs at any depth
 columns           N cut at any column
 tensor parallel   K (forward) or N (input gradient) cut at leaves over ranks, nodes combined by the tree
 data parallel     token leaves on any rank in any order: integer sums
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kernels import linear, reduce
+from kernels import device, linear, reduce
 from kernels.certify.core import Case
 from kernels.certify.setting import Setting, Shape, host
 
@@ -36,6 +37,7 @@ def cases(s: Setting) -> Iterator[Case]:
                     lambda a=shape, d=down: outputs(s, *a, scale_log2=d),
                     lambda a=shape, d=down: references(s, *a, scale_log2=d),
                 )
+    yield from schedules(s)
     yield from rows(s)
     yield from tensor_parallel(s)
     yield from data_parallel(s)
@@ -46,6 +48,27 @@ def cases(s: Setting) -> Iterator[Case]:
     ):
         yield from s.circumstances(f"{shape}", lambda s, a=shape: outputs(s, *a))
     yield from s.flush_to_zero("products of 2^-132", lambda s: outputs(s, 9, 40, 70, 16, -66))
+
+
+def schedules(s: Setting) -> Iterator[Case]:
+    """Triton: the tree in one program's registers and workspace, or cut at any depth over programs. Deep trees on a GPU."""
+    if s.device == "cpu":
+        return
+    from kernels.gpu import linear as gpu
+
+    def product(m: int, k: int, leaf: int, split: int) -> Tensor:
+        x, _, w = operands(s, m, 40 if s.small else 300, k)
+        device.on_gpu(x)
+        return gpu._product(x, w, len(w), w.stride(0), 1, leaf, x.dtype, split)
+
+    for m, k, leaf in ((5, 70, 8), (18, 96, 16)) if s.small else ((1, 3072, 128), (64, 12288, 128), (200, 3072, 128), (300, 12288, 64)):
+        for split in (1, 2, 3) if s.small else (1, 3, 6):
+            yield Case(
+                "schedules",
+                f"M={m} K={k}, 2^{split} programs a sum",
+                lambda a=(m, k, leaf, split): product(*a),
+                lambda a=(m, k, leaf, 0): product(*a),
+            )
 
 
 def operands(s: Setting, m: int, n: int, k: int, scale_log2: int = 0) -> tuple[Tensor, Tensor, Tensor]:

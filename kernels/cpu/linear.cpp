@@ -8,6 +8,7 @@ namespace lockstep {
 namespace {
 
 constexpr int64_t kPiece = 160;     // terms per piece: a packed panel of them fits the first-level cache
+constexpr int64_t kFewTransposed = 2;  // up to so many rows, transposing w in registers beats packing it
 constexpr int64_t kRowBlock = 384;  // rows per pass over w
 
 void add_steps(std::vector<TreeStep>& steps, int64_t lo, int64_t hi, int slot, int64_t count, int64_t leaf, int64_t most) {
@@ -166,7 +167,7 @@ void multiply(const TA* a, int64_t a_stride, const Operand<TB>& b, const Result&
       for (int64_t n = 0; n < N; n += kLanes) c.put(m, n, Vec{}, N);
     return;
   }
-  if (M <= kRows) {
+  if (M <= (b.transposed ? kFewTransposed : kRows)) {
     const float* rows = widened(a, a_stride, M, K);
     return multiply_few_rows(rows, a_stride, b, c, M, N, tree_steps(K, leaf, leaf));
   }
