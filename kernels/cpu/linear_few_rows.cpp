@@ -34,38 +34,9 @@ void store_columns(const Vec (&acc)[R][NV], const Result& c, int64_t n0, int64_t
     for (int j = 0; j < NV; j++) out.put(i, j * kLanes, acc[i][j], n);
 }
 
-// r[i][q] = rows[q][k + i]
+// r[i][q] = rows[q][k + i]. Whole lines are loaded, in the order in which they lie in memory: a load of halves saves shuffles and loses more.
 template <class T>
 static inline void load_transposed(const T* const (&rows)[kLanes], int64_t k, Vec (&r)[kLanes]) {
-#if LOCKSTEP_LANES == 16
-  // Masked loads join the halves of rows 8 apart, which spares a quarter of the shuffles: at one row they are what there is to wait for.
-  if constexpr (std::is_same_v<T, float>) {
-    for (int half = 0; half < 2; half++) {
-      __m512 a[8], b[8];
-      for (int i = 0; i < 8; i++) {
-        const double* low = (const double*)(rows[i] + k + 8 * half);
-        const double* high = (const double*)(rows[i + 8] + k + 8 * half);
-        a[i] = _mm512_castpd_ps(_mm512_mask_broadcast_f64x4(_mm512_castpd256_pd512(_mm256_loadu_pd(low)), 0xf0, _mm256_loadu_pd(high)));
-      }
-      for (int i = 0; i < 8; i += 2) {
-        b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
-        b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
-      }
-      for (int i = 0; i < 8; i += 4)
-        for (int h = 0; h < 2; h++) {
-          a[i + 2 * h] = _mm512_shuffle_ps(b[i + h], b[i + 2 + h], 0x44);
-          a[i + 2 * h + 1] = _mm512_shuffle_ps(b[i + h], b[i + 2 + h], 0xee);
-        }
-      const __m512i even = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13), odd = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15);
-      for (int j = 0; j < 4; j++) {
-        const __m512d low = _mm512_castps_pd(a[j]), high = _mm512_castps_pd(a[4 + j]);
-        r[8 * half + j] = (Vec)_mm512_permutex2var_pd(low, even, high);
-        r[8 * half + 4 + j] = (Vec)_mm512_permutex2var_pd(low, odd, high);
-      }
-    }
-    return;
-  }
-#endif
   for (int q = 0; q < kLanes; q++) r[q] = load(rows[q] + k);
   transpose(r);
 }
