@@ -68,9 +68,9 @@ def step(
 
 
 @lru_cache(maxsize=64)
-def _scalars_in_memory(*args: float) -> ctypes.Array:
+def _scalars_in_memory(lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int) -> ctypes.Array:
     """For the many tensors that share a step; the kernel only reads them."""
-    return (ctypes.c_float * 8)(*scalars(*args))
+    return (ctypes.c_float * 8)(*scalars(lr, beta1, beta2, eps, weight_decay, step))
 
 
 def step_reference(

@@ -162,7 +162,7 @@ def _int64(t: Tensor) -> Tensor:
 
 
 def _cache(t: Tensor) -> tuple[int, int, int]:
-    return t.data_ptr(), *t.stride()[:2]
+    return t.data_ptr(), t.stride(0), t.stride(1)
 
 
 def _heads(q: Tensor, k: Tensor) -> tuple[int, int, int]:

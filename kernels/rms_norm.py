@@ -63,7 +63,7 @@ def backward(
     return dx
 
 
-def _rows(x: Tensor, w: Tensor) -> tuple[Tensor, tuple[int, int, int, int, int]]:
+def _rows(x: Tensor, w: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """x with dense rows; (row stride, group stride, M, G, D)."""
     shape, dtype = x.shape, x.dtype
     if (dtype is not torch.float32 and dtype is not torch.bfloat16) or len(shape) not in (2, 3):

@@ -54,12 +54,8 @@ def _head(shape: Shape, device: str) -> Iterator[Case]:
     for m in (1, 8):
         x = randn(m, k, device=device, dtype=dtype)
         size = w.element_size()
-        work = {"flops": 2.0 * m * n * k, "bytes": float(size * (n * k + m * k) + 4 * m * n)}
-        ours = (
-            _call(linear.forward, x, w, shape.k_leaf, torch.float32)
-            if dtype != torch.float32
-            else _call(linear.forward, x, w, shape.k_leaf)
-        )
+        work: dict[str, Any] = {"flops": 2.0 * m * n * k, "bytes": float(size * (n * k + m * k) + 4 * m * n)}
+        ours = _call(linear.forward, x, w, shape.k_leaf, torch.float32)
         target = 1.5 if device == "cpu" else 1 / 0.9
         yield Case("linear forward", shape.name, f"lm_head M={m}", ours, _call(F.linear, x, w), target, **work, heavy=n > 100_000)
 
