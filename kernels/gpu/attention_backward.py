@@ -153,9 +153,9 @@ def backward_q(
         return dq, delta
     (rows, heads, dim), kv_heads = q.shape, k.shape[1]
     row = torch.arange(rows, device=q.device)[:, None]
-    used = ((row >= seqs[:, 0]) & (row < seqs[:, 1])).any(1)  # rows of no sequence have no delta
+    unused = ~((row >= seqs[:, 0]) & (row < seqs[:, 1])).any(1)
     delta_kernel[(triton.cdiv(rows * heads, 128),)](do, o, delta, rows * heads, D=dim, BLOCK=128, **math.LAUNCH)
-    delta *= used[:, None]
+    delta.masked_fill_(unused[:, None], 0.0)  # a product with 0 would keep the NaN of rows of no sequence
     constants, options = blocks(q.dtype, dim, kv_leaf, 64)
     bm, bn = constants.pop("rows"), constants.pop("block")
     tiles = query_tiles(seqs, rows, heads // kv_heads, bm)
@@ -172,7 +172,10 @@ def backward_kv(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, m: Tensor, norm: Tensor, delta: Tensor,
     seqs: Tensor, q_pos: Tensor, k_ranges: Tensor, scale: float, token_leaf: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dk, dv [total,Hkv,D]; see `kernels.attention.backward_kv`. Reads k_ranges on the host, as their total is the result's shape."""
+    """dk, dv [total,Hkv,D]; see `kernels.attention.backward_kv`.
+
+    Reads on the host k_ranges, whose total is the result's shape, and the largest position.
+    """
     do, q, m, norm, delta, seqs, q_pos = (t.contiguous() for t in (do, q, m, norm, delta, seqs, q_pos))
     (rows, heads, dim), kv_heads = q.shape, k.shape[1]
     ranges = k_ranges.reshape(-1, 3).tolist()
@@ -185,7 +188,7 @@ def backward_kv(
     dk, dv = (torch.zeros((total, kv_heads, dim), dtype=q.dtype, device=q.device) for _ in range(2))
     if not tiles or not rows:
         return dk, dv
-    levels = max(1, triton.cdiv(len(k), token_leaf) + 1).bit_length() + 1
+    levels = (int(q_pos.max()) // token_leaf).bit_length() + 1  # positions may lie beyond the keys
     stack = torch.empty((len(tiles) * kv_heads * levels * 2, bn, constants["BD"]), dtype=torch.float32, device=q.device)
     backward_kv_kernel[(len(tiles), kv_heads)](
         do, q, k, k.stride(0), k.stride(1), v, v.stride(0), v.stride(1), m, norm, delta, seqs, q_pos, torch.tensor(tiles).to(q.device),
