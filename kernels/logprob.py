@@ -33,7 +33,7 @@ def partials(
     int64 [M]. Logits are fp32 in either case. ValueError for other shapes, dtypes or leaves.
     """
     _check_head(h, w_local, targets)
-    _check_leaves(len(w_local), vocab_leaf, first_id, nodes)
+    _check_leaves(len(w_local), vocab_leaf, first_id, nodes, k_leaf)
     if device.on_gpu(h, w_local, targets):
         from kernels.gpu import logprob as gpu
 
@@ -118,7 +118,7 @@ def backward(
     linear.accumulate_weight_grad. acc None: dw is not wanted.
     """
     _check_head(h, w_local, targets)
-    _check_leaves(len(w_local), vocab_leaf, first_id, nodes)
+    _check_leaves(len(w_local), vocab_leaf, first_id, nodes, k_leaf)
     rows = [lse, entropy, g_logprob, g_entropy]
     if any(t.dtype is not torch.float32 or t.shape != targets.shape for t in rows):
         raise ValueError(f"logprob: expected four fp32 [{len(targets)}], got {[(t.dtype, tuple(t.shape)) for t in rows]}")
@@ -177,7 +177,9 @@ def _table(nodes: Sequence[reduce.Node]) -> Tensor:
     return _node_table(tuple(nodes))
 
 
-def _check_leaves(num_rows: int, vocab_leaf: int, first_id: int, nodes: Sequence[reduce.Node]) -> None:
+def _check_leaves(num_rows: int, vocab_leaf: int, first_id: int, nodes: Sequence[reduce.Node], k_leaf: int = 1) -> None:
+    if vocab_leaf < 1 or k_leaf < 1:
+        raise ValueError(f"logprob: leaves of {k_leaf} features and {vocab_leaf} ids; both must be positive")
     first, last = first_id // vocab_leaf, -(-(first_id + num_rows) // vocab_leaf)
     covered = [leaf for lo, hi in nodes for leaf in range(lo, hi)]
     if first_id % vocab_leaf or (num_rows and covered != list(range(first, last))):

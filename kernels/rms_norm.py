@@ -57,7 +57,7 @@ def backward(
     arguments = (rstd.data_ptr(), acc.data_ptr(), tiles.data_ptr(), tiles.numel() - 1, 2.0**scale_log2)
     overflow = lib.rms_norm_weight_grad(*tensors, *arguments)
     if overflow == 2:
-        raise ValueError(f"rms_norm: tiles end at {int(tiles[-1])}, there are {len(x)} rows")
+        raise ValueError(f"rms_norm: tiles must rise within the {len(x)} rows; they end at {int(tiles[-1])}")
     if overflow:
         raise OverflowError(f"norm gradient too large for fixed point with scale 2^{scale_log2}")
     return dx

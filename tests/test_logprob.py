@@ -116,3 +116,10 @@ def test_misplaced_leaves_are_an_error():
     for first_id, nodes in ((0, [(0, 4)]), (0, [(1, 6)]), (32, [(0, 5)])):
         with pytest.raises(ValueError, match="vocabulary leaves"):
             logprob.partials(h, w, targets, 1.0, K_LEAF, LEAF, first_id, nodes)
+
+
+def test_leaves_of_nothing_are_refused():
+    h, w, targets = torch.zeros(1, 4), torch.zeros(8, 4), torch.zeros(1, dtype=torch.int64)
+    for k_leaf, vocab_leaf in ((0, 8), (4, 0)):
+        with pytest.raises(ValueError, match="positive"):
+            logprob.partials(h, w, targets, 1.0, k_leaf, vocab_leaf, 0, [(0, 1)])

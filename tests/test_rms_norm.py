@@ -99,7 +99,7 @@ def test_errors():
     acc = torch.zeros(64, dtype=torch.int64)
     with pytest.raises(OverflowError, match="2\\^40"):
         rms_norm.backward(dy * 1e8, x, w, rstd, acc, torch.tensor([0, 37]), 40)
-    with pytest.raises(ValueError, match="tiles end at 38"):
+    with pytest.raises(ValueError, match="they end at 38"):
         rms_norm.backward(dy, x, w, rstd, acc, torch.tensor([0, 38]), 40)
     with pytest.raises(ValueError, match="fp32"):
         rms_norm.forward(x.double(), w, EPS)
@@ -107,3 +107,10 @@ def test_errors():
         rms_norm.forward(x.bfloat16(), w, EPS)
     with pytest.raises(ValueError, match="different devices"):
         rms_norm.forward(x, w.to("meta"), EPS)
+
+
+@pytest.mark.parametrize("tiles", [[0, 9], [0, 9, 2], [-1, 4], [0, 3, 2, 4]])
+def test_tiles_that_leave_the_rows_are_refused(tiles):
+    x, w, acc = torch.ones(4, 8), torch.ones(8), torch.zeros(8, dtype=torch.int64)
+    with pytest.raises(ValueError, match="tiles must rise"):
+        rms_norm.backward(x, x, w, torch.ones(4, 1), acc, torch.tensor(tiles), 40)

@@ -122,6 +122,8 @@ int rms_norm_weight_grad(int64_t is_bf16, const void* dy, int64_t dy_row, int64_
                          int64_t num_tiles, double scale) {
   FloatMode mode;
   if (num_tiles < 0 || (num_tiles > 0 && (tiles[0] < 0 || tiles[num_tiles] > rows))) return 2;
+  for (int64_t t = 0; t < num_tiles; t++)
+    if (tiles[t] > tiles[t + 1]) return 2;
   return with_storage(is_bf16, [&](auto t) -> int {
     using T = decltype(t);
     return weight_grad<T>({dy, dy_row, dy_group}, {x, x_row, x_group}, {rows, groups, dim}, rstd, acc, tiles, num_tiles, scale);

@@ -145,8 +145,8 @@ def backward(
     if acc is None or tiles is None:
         return dx
     bounds = tiles.tolist()
-    if bounds[0] < 0 or bounds[-1] > len(x):
-        raise ValueError(f"rms_norm: tiles end at {bounds[-1]}, there are {len(x)} rows")
+    if bounds[0] < 0 or bounds[-1] > len(x) or sorted(bounds) != bounds:
+        raise ValueError(f"rms_norm: tiles must rise within the {len(x)} rows; they end at {bounds[-1]}")
     tiles, bad = tiles.to(acc.device, torch.int32), torch.zeros(1, dtype=torch.int32, device=acc.device)
     weight_grad_kernel[((len(bounds) - 1) * groups, triton.cdiv(dim, 128))](
         dy, x, rstd, acc, tiles, bad, groups, *dy_strides, *x_strides, scale_log2, D=dim, BLOCK=128, num_warps=1, **math.LAUNCH
