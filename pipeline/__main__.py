@@ -15,7 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from pipeline import compose, environment, registry, repro
-from pipeline.errors import UserError
+from pipeline.errors import LayoutError, UserError
 from pipeline.registry import Run
 
 
@@ -79,8 +79,12 @@ def multirun_first(args: list[str]) -> list[str]:
 
 def without_swept_layouts(args: list[str]) -> list[str]:
     """-m layout.tp=2,3 sweeps degrees: the preset's list of layouts must not multiply them."""
-    degrees = any(arg.startswith(("layout.tp=", "layout.cp=", "layout.dp=", "layout.zero=")) for arg in args)
-    return [*args, "layout=tp1cp1dp1"] if degrees and not any(arg.startswith("layout=") for arg in args) else args
+    return [*args, "layout=tp1cp1dp1"] if swept_degrees(args) and not any(arg.startswith("layout=") for arg in args) else args
+
+
+def swept_degrees(args: list[str]) -> bool:
+    """Does the command line give single degrees, rather than named layouts?"""
+    return any(arg.startswith(("layout.tp=", "layout.cp=", "layout.dp=", "layout.zero=", "layout.rollout.")) for arg in args)
 
 
 def composed(jobs: list[list[str]]) -> list[Run]:
@@ -94,6 +98,10 @@ def composed(jobs: list[list[str]]) -> list[Run]:
                 runs[run.key] = run
             except UserError as error:
                 errors.append(error)
+        if runs:  # a product of degrees holds combinations that the model can't have
+            for error in (dropped := [error for error in errors if isinstance(error, LayoutError) and swept_degrees(jobs[0])]):
+                print(f"left out: {error}", file=sys.stderr)
+            errors = [error for error in errors if error not in dropped]
         for error in errors[1:]:
             report(error)
         if errors:

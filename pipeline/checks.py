@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config, Layout, Numerics
-from pipeline.errors import MissingPrerequisite, UserError
-from pipeline.layout import ModelShape, num_leaves
+from pipeline.errors import LayoutError, MissingPrerequisite, UserError
+from pipeline.layout import ModelShape, num_leaves, stage_mesh
 from pipeline.paths import ROOT
+from pipeline.segments import fits, segment_length
 from pipeline.source_checks import check_checkpoint, check_data
 
 CASES = ("R/R", "P/P", "P/R", "R/P")
@@ -48,8 +49,9 @@ def _numbers(cfg: Config) -> None:
         "sampling.temperature": 0, "objective.clip_low": 0, "objective.clip_high": 0, "objective.tis_low": 0, "objective.num_updates": 1,
         "optimizer.lr": 0, "optimizer.weight_decay": 0, "optimizer.warmup_steps": 0,
         "numerics.k_leaf": 1, "numerics.vocab_leaf": 1, "numerics.kv_leaf": 1, "numerics.token_leaf": 1, "numerics.grad_scale_log2": 0,
-        "layout.tp": 1, "layout.cp": 1, "layout.dp": 1, "layout.micro_batch": 0, "layout.rollout.tp": 1, "layout.rollout.dp": 1,
-        "layout.rollout.batch_size": 1, "launch.threads": 1, "launch.idle_seconds": 1, "launch.timeout_seconds": 1, "checkpoint.seed": 0,
+        "layout.tp": 1, "layout.cp": 1, "layout.dp": 1, "layout.micro_batch": 0, "layout.rollout.tp": 1, "layout.rollout.cp": 1,
+        "layout.rollout.dp": 1, "layout.rollout.batch_size": 1, "launch.threads": 1, "launch.idle_seconds": 1, "launch.timeout_seconds": 1,
+        "launch.segment": 0, "checkpoint.seed": 0,
     }  # fmt: skip
     for key, least in at_least.items():
         value = _get(cfg, key)
@@ -86,6 +88,7 @@ def _numbers(cfg: Config) -> None:
 def _choices(cfg: Config) -> None:
     choices = {
         "kernels.case": CASES,
+        **{f"kernels.{module}": (None, *CASES) for module in ("attention", "ffn", "logp")},
         "checkpoint.source": ("seeded", "local", "hub", "modelscope", "gguf"),
         "data.source": ("arithmetic", "jsonl", "datasets"),
         "data.style": ("terse", "words"),
@@ -99,7 +102,7 @@ def _choices(cfg: Config) -> None:
     }
     for key, allowed in choices.items():
         if _get(cfg, key) not in allowed:
-            raise UserError(f"{key}={_get(cfg, key)}: must be {' | '.join(allowed)}")
+            raise UserError(f"{key}={_get(cfg, key)}: must be {' | '.join(filter(None, allowed))}")
 
 
 def _layout(cfg: Config) -> None:
@@ -107,11 +110,19 @@ def _layout(cfg: Config) -> None:
     samples = sampling.prompts_per_iteration * sampling.samples_per_prompt
     per_update = samples // cfg.objective.num_updates
     if layout.dp > per_update:
-        raise UserError(f"layout.dp={layout.dp}: more ranks than the {per_update} samples of an update can feed; use {per_update} or fewer")
+        raise LayoutError(
+            f"layout.dp={layout.dp}: more ranks than the {per_update} samples of an update can feed; use {per_update} or fewer"
+        )
     rollout_dp = layout.rollout.dp or layout.dp
     if rollout_dp > samples:
-        raise UserError(
+        raise LayoutError(
             f"layout.rollout.dp={rollout_dp}: more ranks than the {samples} samples of an iteration can feed; use {samples} or fewer"
+        )
+    if segment_length(cfg) > 1 and not fits(layout):
+        ranks, room = (stage_mesh(layout, stage).world_size for stage in ("rollout", "train"))
+        raise LayoutError(
+            f"launch.segment={cfg.launch.segment}: its rollout runs in the {room} ranks of training, layout.rollout asks for {ranks}; "
+            "use fewer or launch.segment=1"
         )
 
 
@@ -143,7 +154,7 @@ def _model(cfg: Config) -> None:
         )
     tiles = num_leaves(longest, cfg.numerics.token_leaf)
     if cfg.layout.cp > tiles:
-        raise UserError(
+        raise LayoutError(
             f"layout.cp={cfg.layout.cp}: more ranks than the {tiles} token tiles of numerics.token_leaf={cfg.numerics.token_leaf}"
         )
 
@@ -156,10 +167,10 @@ def check_tp(layout: Layout, shape: ModelShape, numerics: Numerics, checkpoint: 
         allowed = [n for n in by_heads if n <= leaves]
         if tp not in by_heads:
             heads = f"the {shape.num_heads} heads and {shape.num_kv_heads} KV heads of checkpoint {checkpoint}"
-            raise UserError(f"{key}={tp}: does not divide {heads}; use {_or(allowed)}")
+            raise LayoutError(f"{key}={tp}: does not divide {heads}; use {_or(allowed)}")
         if tp not in allowed:
             remedy = f"use {_or(allowed)}, or smaller numerics.k_leaf and numerics.vocab_leaf"
-            raise UserError(f"{key}={tp}: {checkpoint} has only {leaves} leaves to share in feed-forward or vocabulary; {remedy}")
+            raise LayoutError(f"{key}={tp}: {checkpoint} has only {leaves} leaves to share in feed-forward or vocabulary; {remedy}")
 
 
 def compiler_present(kernel_build: str = "auto") -> None:

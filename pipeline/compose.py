@@ -13,29 +13,74 @@ from typing import Any
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, OverrideParseException
+from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from pipeline import checks
+from pipeline import checks, layout_names
 from pipeline.config import EXPERIMENT_KEYS, Config, flatten, short_hash, to_config
 from pipeline.errors import UserError
-from pipeline.layout import layout_name
 from pipeline.paths import ROOT
 from pipeline.registry import Run
 
 CONF = ROOT / "conf"
 # Keys that a run's key spells out, or that change neither the work nor what is compared. Every other change is hashed into the key.
-UNHASHED = {"layout.tp", "layout.cp", "layout.dp", "layout.zero", "kernels.case", "name", "launch.idle_seconds", "launch.timeout_seconds"}
+UNHASHED = layout_names.SPELLED | {
+    "kernels.case",
+    "kernels.attention",
+    "kernels.ffn",
+    "kernels.logp",
+    "name",
+    "launch.idle_seconds",
+    "launch.timeout_seconds",
+}
 
 # Keys of checkpoint and data that change nothing in their folders.
 NAMELESS = {"checkpoint.name", "data.name", "data.reward"}
 
 
+class NamedLayouts(ConfigSource):
+    """`layout=tp2cp4z3-m1`: layouts that no file has to spell out (pipeline/layout_names.py). A file of the name in conf/ comes first."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "names"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        values = self._parse(config_path)
+        if values is None:
+            raise ConfigLoadError(f"{config_path}: no name of a layout")
+        config = OmegaConf.create()
+        for key, value in values.items():
+            OmegaConf.update(config, key, value)
+        return ConfigResult(provider=self.provider, path=config_path, config=config, header={"package": "_global_"})
+
+    def is_config(self, config_path: str) -> bool:
+        return self._parse(config_path) is not None
+
+    @staticmethod
+    def _parse(config_path: str) -> dict[str, Any] | None:
+        group, _, name = config_path.removesuffix(".yaml").rpartition("/")
+        return layout_names.parse(name) if group == "layout" else None
+
+    def is_group(self, config_path: str) -> bool:
+        return config_path in ("", "layout")
+
+    def available(self) -> bool:
+        return True
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        return []
+
+
 def register_schema() -> None:
     """`schema` of conf/config.yaml is pipeline/config.py: Hydra then knows each key and its type."""
     ConfigStore.instance().store(name="schema", node=Config)
+    Plugins.instance().register(NamedLayouts)
     OmegaConf.register_new_resolver("lockstep_root", lambda: str(ROOT), replace=True)
 
 
@@ -60,13 +105,14 @@ def compose_run(overrides: list[str], root: Path = ROOT) -> Run:
     # The run's key tells it from what its presets say: values in conf/ may change without a new key.
     preset = _composed(tuple(o for key, o in choices.items() if key in ("experiment", "kernels")))
     groups = _composed(tuple(o for key, o in choices.items() if key in ("experiment", "checkpoint", "data")))
-    changes = {key: value for key, value in _changes(composed, preset).items() if key not in UNHASHED and not key.startswith("tracking.")}
+    spelled = _changes(composed, preset)
+    changes = {key: value for key, value in spelled.items() if key not in UNHASHED and not key.startswith("tracking.")}
     for section, group in (("checkpoint.", cfg.checkpoint), ("data.", cfg.data)):
         own = {k: v for k, v in _changes(composed, groups).items() if k.startswith(section) and k not in NAMELESS}
         if own:  # an overridden checkpoint is another folder
             group.name = f"{group.name}-{short_hash(own)}"
     experiment_changes = {key: value for key, value in changes.items() if key.split(".")[0] in EXPERIMENT_KEYS}
-    layout = layout_name(cfg.layout.tp, cfg.layout.cp, cfg.layout.dp, cfg.layout.zero)
+    layout = layout_names.name_of(cfg.layout, cfg.launch, set(spelled))
     return Run(_key(cfg, [layout], changes), _key(cfg, [], experiment_changes), cfg, list(overrides))
 
 
@@ -76,7 +122,7 @@ def _changes(composed: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
 
 
 def _key(cfg: Config, parts: list[str], changes: dict[str, Any]) -> str:
-    case = [] if cfg.kernels.case == "R/R" else [cfg.kernels.case.replace("/", "_")]
+    case = [] if cfg.kernels.case_id == "R/R" else [re.sub(r"[+=]", "", cfg.kernels.case_id.replace("R/R+", "")).replace("/", "_")]
     return "-".join([cfg.name, *parts, *case, *([short_hash(changes)] if changes else [])])
 
 
@@ -110,7 +156,8 @@ def _one_line(error: Exception) -> str:
         return f"{match[1]}: several values need -m"
     if match := re.search(r"Could not find '([^']+)/([^'/]+)'", full):
         known = sorted(path.stem for path in (CONF / match[1]).glob("*.yaml"))
-        return f"{match[1]}={match[2]}: no such choice; use {', '.join(known) or 'none'}"
+        names = f", or {layout_names.HELP}" if match[1] == "layout" else ""
+        return f"{match[1]}={match[2]}: no such choice; use {', '.join(known) or 'none'}{names}"
     key = _key_of(cause) or next(iter(re.findall(r"Could not (?:override|append to config|delete from config)[^']*'([^']+)'", full)), "")
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) or "not in struct" in full:
         close = get_close_matches(key, _known_keys(), n=1)

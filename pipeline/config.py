@@ -109,6 +109,19 @@ class Numerics:
 @dataclass
 class Kernels:
     case: str = "R/R"  # training/rollout: R = ours, P = PyTorch's own
+    attention: str | None = None  # a case of its own for one module, such as P/R; None = `case`
+    ffn: str | None = None
+    logp: str | None = None
+
+    def of(self, module: str) -> str:
+        """The case of a module: attention, ffn or logp."""
+        return getattr(self, module) or self.case
+
+    @property
+    def case_id(self) -> str:
+        """R/R, or R/R+attention=P/R where a module has its own."""
+        own = [f"+{module}={case}" for module in ("attention", "ffn", "logp") if (case := self.of(module)) != self.case]
+        return self.case + "".join(own)
 
 
 @dataclass
@@ -129,7 +142,8 @@ class Experiment:
 @dataclass
 class RolloutLayout:
     tp: int | None = None  # None = as in training
-    dp: int | None = None
+    cp: int = 1  # ranks that share the positions of a prompt, and the sequences that are decoded
+    dp: int | None = None  # None = as in training
     batch_size: int = 8  # sequences decoded together on one rank
 
 
@@ -156,6 +170,7 @@ class Launch:
     kernel_build: str = "auto"  # auto | avx512 | avx2 | scalar (slow: for certification)
     idle_seconds: int = 120  # the fork server goes away after so long without work
     timeout_seconds: int = 3600  # of one stage
+    segment: int = 0  # iterations that one process covers; 1 = a stage each; 0 = 1 below 30 iterations, then 25 (pipeline/segments.py)
     nodes: int = 1  # torchrun: the same command runs on each of them
     rendezvous: str | None = None  # torchrun with several nodes: host:port, the same on all
     hostfile: str | None = None  # deepspeed with several nodes: lines `host slots=N`

@@ -9,6 +9,10 @@ class UserError(Exception):
     exit_code = 2
 
 
+class LayoutError(UserError):
+    """A layout that the model or the samples can't have: a sweep over degrees leaves it out."""
+
+
 class ResultsDiffer(UserError):
     """The runs of an experiment did not end in the same bits."""
 

@@ -6,6 +6,7 @@ Axis order of the mesh: tp fastest, then cp, then dp: rank = t + tp * (c + cp * 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,14 @@ class MeshShape:
     def gradient_groups(self) -> list[list[int]]:
         """Ranks that hold the same parameter slice: cp x dp."""
         return [[self.rank(t, c, d) for d in range(self.dp) for c in range(self.cp)] for t in range(self.tp)]
+
+
+def stage_mesh(layout: Any, stage: str) -> MeshShape:
+    """Sampling has a layout of its own; what it leaves open is as in training."""
+    if stage == "rollout":
+        rollout = layout.rollout
+        return MeshShape(tp=rollout.tp or layout.tp, cp=rollout.cp, dp=rollout.dp or layout.dp)
+    return MeshShape(layout.tp, layout.cp, layout.dp)
 
 
 def split_evenly(n: int, parts: int, index: int) -> tuple[int, int]:

@@ -62,7 +62,7 @@ def step(cfg: Config, folder: Path) -> Thunk:
     mesh = Mesh(MeshShape(1, 1, 1), 0)
     responses = [[1000 + (53 * i + 211 * j) % 40000 for j in range(NEW_TOKENS)] for i in range(SAMPLES)]
     samples = [Sample(i, torch.tensor([*prompt(i), *r]), PROMPT, i * NEW_TOKENS) for i, r in enumerate(responses)]
-    model = ranks.build_model(folder, mesh, cfg, implementations(cfg.kernels.case, "training"), trained=True)
+    model = ranks.build_model(folder, mesh, cfg, implementations(cfg.kernels, "training"), trained=True)
     load_slices(model, read_weights(folder))
     trainer = Trainer(model, cfg.optimizer, mesh, 0, cfg.numerics, 1000)
     size = SAMPLES * NEW_TOKENS
@@ -84,7 +84,7 @@ def engine(cfg: Config, folder: Path, batch_size: int):
     from stages.model import implementations
     from stages.weights import read_weights
 
-    model = ranks.build_model(folder, Mesh(MeshShape(1, 1, 1), 0), cfg, implementations(cfg.kernels.case, "rollout"))
+    model = ranks.build_model(folder, Mesh(MeshShape(1, 1, 1), 0), cfg, implementations(cfg.kernels, "rollout"))
     weights = dict(read_weights(folder))
     result = LockstepEngine(model, set(), batch_size)
     result.load_weights(weights.items(), "0")

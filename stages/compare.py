@@ -10,9 +10,9 @@ from pipeline.digest import read_json, write_bytes
 from pipeline.evidence.chain import RunFiles
 from pipeline.evidence.compare import ExperimentId, RunRecord, compare, write_comparison
 from pipeline.evidence.performance import executed_or_cached, read_performance
-from pipeline.evidence.readbacks import stage_mesh
 from pipeline.evidence.report import render
 from pipeline.evidence.run_summary import read_samples
+from pipeline.layout import stage_mesh
 from pipeline.paths import Paths
 
 
@@ -51,7 +51,7 @@ def rank_main(args: dict[str, Any]) -> dict[str, Any]:
     group = known.experiment(key)
     configs = {run_key: known.run(run_key) for run_key in group.runs}
     validations = {run_key: known.paths.validation(key, run_key) for run_key in group.runs}
-    experiment = ExperimentId(key, group.digest, next(iter(configs.values())).kernels.case)
+    experiment = ExperimentId(key, group.digest, next(iter(configs.values())).kernels.case_id)
     executions = {run_key: execution_half(cfg) for run_key, cfg in configs.items()}
     record = run(configs, validations, experiment, known.paths, known.paths.report(key), executions)
     return {"verdict": record["verdict"]}

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from kernels import rng
+from kernels import collectives, rng
+from pipeline.layout import split_evenly
 from stages.decode_graph import DecodeGraphs, Replay, record_cuda
 from stages.lockstep_ops import gather_vocab
 from stages.model import Attention, CausalLM, inverse_temperature
@@ -54,6 +55,9 @@ class RolloutEngine(Protocol):
 class LockstepEngine:
     """Generates with the trainer's model and kernels. Every tensor-parallel rank samples the same token from the same bits.
 
+    Context-parallel ranks share the rows of each forward: tokens of prompts, and sequences that are decoded. They exchange keys, values
+    and tokens, so each holds the whole cache.
+
     graph_sizes: batch sizes whose decode step is recorded as a CUDA graph and replayed (none: every step is launched kernel by kernel).
     """
 
@@ -76,12 +80,12 @@ class LockstepEngine:
         self._shape: tuple | None = None  # what the cache and the graphs were made for
         self._cache: list[tuple[Tensor, Tensor]] = []
 
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: str) -> None:
-        """Takes full tensors under Hugging Face names and keeps this rank's slices, in place.
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: str, sliced: bool = False) -> None:
+        """Takes full tensors under Hugging Face names and keeps this rank's slices, in place; sliced: they are this rank's slices.
 
         No cached key or value outlives it: `generate` reads only rows that it has written.
         """
-        load_slices(self.model, tensors)
+        load_slices(self.model, tensors, sliced)
         self.version = version
 
     @torch.no_grad()
@@ -89,6 +93,7 @@ class LockstepEngine:
         """One completion per request, in their order."""
         if self.version is None:
             raise RuntimeError("generate() before load_weights()")
+        self.forwards = 0
         completions = [Completion() for _ in requests]
         waiting, slots = deque(range(len(requests))), [-1] * min(self.batch_size, len(requests))
         length = max((len(r.token_ids) for r in requests), default=0) + sampling.max_new_tokens
@@ -143,7 +148,7 @@ class LockstepEngine:
             self.device,
         )  # fmt: skip
         self.forwards += 1
-        if all(completions[i].token_ids for _, i in active):
+        if self.model.par.mesh.cp_group is None and all(completions[i].token_ids for _, i in active):
             tokens, logprobs = self._decode_step(active, requests, completions, length, keys, sampling)
         else:
             tokens, logprobs = self._mixed_step(active, requests, completions, length, keys, sampling)
@@ -156,19 +161,37 @@ class LockstepEngine:
                 completions[i].finish = EOS
 
     def _mixed_step(self, active, requests, completions, length, keys: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-        ids, positions, rows, seqs, last = [], [], [], [], []
+        """New rows of all sequences, laid end to end; of them this rank computes [first, stop)."""
+        ids, positions, rows, spans, last = [], [], [], [], []
         for slot, i in active:
             prompt, done = requests[i].token_ids, completions[i].token_ids
             new = prompt if not done else done[-1:]
             start = len(prompt) + len(done) - len(new)
-            seqs.append((len(ids), len(ids) + len(new), slot * length, start + len(new)))
+            spans.append((len(ids), len(ids) + len(new), slot * length, start + len(new)))
             positions.extend(range(start, start + len(new)))
             rows.extend(range(slot * length + start, slot * length + start + len(new)))
             ids.extend(new)
             last.append(len(ids) - 1)
-        ids, positions, rows, seqs, last = (torch.tensor(x, device=self.device) for x in (ids, positions, rows, seqs, last))
-        h = self._hidden(ids, positions, rows, seqs, torch.tensor([0, len(ids)]))
-        return self._sample(h[last], keys, sampling)
+        mesh = self.model.par.mesh
+        cuts = [split_evenly(len(ids), mesh.shape.cp, c) for c in range(mesh.shape.cp)]
+        first, stop = cuts[mesh.c]
+        seqs = [(max(a, first) - first, min(b, stop) - first, k, n) for a, b, k, n in spans if a < stop and b > first]
+        own = [j for j, row in enumerate(last) if first <= row < stop]  # sequences whose next token this rank samples
+        table = torch.tensor(seqs, dtype=torch.int64, device=self.device).reshape(-1, 4)
+        ids, positions, rows, last = (torch.tensor(x, device=self.device) for x in (ids, positions, rows, last))
+        counts = [b - a for a, b in cuts]
+        h = self._hidden(ids[first:stop], positions[first:stop], rows, table, torch.tensor([0, stop - first]), counts)
+        return self._exchange(own, len(active), *self._sample(h[last[own] - first], keys[own], sampling))
+
+    def _exchange(self, own: list[int], count: int, tokens: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens and logprobs of all `count` sequences, from the context-parallel ranks that sampled them. Bits are added to zeros."""
+        group = self.model.par.mesh.cp_group
+        if group is None:
+            return tokens, logprobs
+        whole = torch.zeros(2, count, dtype=torch.int64, device=self.device)
+        whole[0, own], whole[1, own] = tokens, logprobs.view(torch.int32).long()
+        collectives.exact_all_reduce(whole, group)
+        return whole[0], whole[1].to(torch.int32).view(torch.float32)
 
     def _decode_step(self, active, requests, completions, length, keys: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
         """Every sequence has one new token: a table of one row a sequence is all that a recorded step needs."""
@@ -190,12 +213,13 @@ class LockstepEngine:
         seqs = torch.stack((index, index + 1, first, positions + 1), 1)
         return self._sample(self._hidden(ids, positions, rows, seqs, torch.tensor([0, len(table)])), keys, sampling)
 
-    def _hidden(self, ids: Tensor, positions: Tensor, rows: Tensor, seqs: Tensor, tiles: Tensor) -> Tensor:
-        """Last hidden states [M,K]. tiles: without gradients any cut will do."""
+    def _hidden(self, ids: Tensor, positions: Tensor, rows: Tensor, seqs: Tensor, tiles: Tensor, counts: Sequence[int] = ()) -> Tensor:
+        """Last hidden states [M,K] of this rank's rows. tiles: without gradients any cut will do. rows: where the new keys of all
+        context-parallel ranks go, of which each computes counts[c]."""
 
         def attend(module: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self._cache[module.layer]
-            keys[rows], values[rows] = k, v
+            keys[rows], values[rows] = collectives.all_gather_rows([k, v], counts, self.model.par.mesh.cp_group)
             return module.ops.cached_attention(q, keys, values, seqs, positions, module.scale, self._length)
 
         return self.model.model(ids, positions, tiles, attend)

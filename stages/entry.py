@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,10 +22,11 @@ from typing import Any, NoReturn
 from filelock import FileLock, Timeout
 
 from pipeline import failures, launch, registry
-from pipeline.config import Config, Launch
+from pipeline.config import Config, Launch, to_config
 from pipeline.digest import read_json, sha256_folder
 from pipeline.errors import UserError
 from pipeline.layout import MeshShape
+from pipeline.paths import Paths, Step, step
 
 
 @dataclass
@@ -35,28 +36,36 @@ class Job:
     stage: str
     key: str
     iteration: int | None
-    registry: registry.Registry
+    paths: Paths = field(default_factory=Paths)
 
     @classmethod
     def from_args(cls, args: dict[str, Any]) -> Job:
-        return cls(args["stage"], args["key"], args["iteration"], registry.load())
+        job = cls(args["stage"], args["key"], args["iteration"])
+        job.cfg = to_config(args["cfg"])  # the client's: params.yaml is long when many runs are in it
+        return job
 
     def args(self) -> dict[str, Any]:
         """What a rank needs to make this job again."""
         return {"stage": self.stage, "key": self.key, "iteration": self.iteration}
 
+    def of(self, stage: str, iteration: int | None) -> Job:
+        """The same run's job of another stage and iteration."""
+        job = Job(stage, self.key, iteration, self.paths)
+        job.cfg = self.cfg
+        return job
+
     @cached_property
     def cfg(self) -> Config:
-        return self.registry.run(self.key)
+        return registry.load(self.paths.root).run(self.key)
 
-    @property
-    def step(self) -> registry.Step:
+    @cached_property
+    def step(self) -> Step:
         assert self.iteration is not None
-        return self.registry.step(self.key, self.iteration)
+        return step(self.paths, self.key, self.iteration, self.cfg.checkpoint.name)
 
     @property
     def checkpoint(self) -> Path:
-        return self.registry.paths.checkpoint(self.cfg.checkpoint.name)
+        return self.paths.checkpoint(self.cfg.checkpoint.name)
 
     @property
     def mesh_shape(self) -> MeshShape:
@@ -66,19 +75,20 @@ class Job:
     @property
     def log(self) -> Path:
         """Timings and status: for people and for the performance section, never an output."""
-        folder = self.registry.paths.logs(self.key)
+        folder = self.paths.logs(self.key)
         return (folder / f"i{self.iteration:04d}" if self.iteration else folder) / f"{self.stage}.json"
 
     def prompts(self) -> list:
         from pipeline.records import prompts_of_iteration, read_prompts
 
-        folder = self.registry.paths.prompts(self.cfg.checkpoint.name, self.cfg.data.name)
+        folder = self.paths.prompts(self.cfg.checkpoint.name, self.cfg.data.name)
         return prompts_of_iteration(read_prompts(folder), self.cfg.sampling.prompts_per_iteration, self.iteration or 1)
 
     def launch(self, world_size: int, **args: Any) -> dict[str, Any]:
         """Runs `stages.<stage>:rank_main` on every rank; its timings go to the log."""
         started = time.perf_counter()
-        timings = launch.run_job(f"stages.{self.stage}:rank_main", self.args() | args, world_size, self.cfg.launch, self.log)
+        args |= self.args() | {"cfg": asdict(self.cfg)}
+        timings = launch.run_job(f"stages.{self.stage}:rank_main", args, world_size, self.cfg.launch, self.log)
         self.write_log({"status": "ok", "timings": {**timings, "wall_time": time.perf_counter() - started}, "world_size": world_size})
         return timings
 
@@ -89,7 +99,7 @@ class Job:
     @contextlib.contextmanager
     def outputs(self, *paths: Path) -> Iterator[list[Path]]:
         """Temporary folders to write to; they take their names when the stage has succeeded. The log names the bytes of the first."""
-        with single_writer(self.registry.paths.logs(self.key) / f"{self.stage}.lock"):
+        with single_writer(self.paths.logs(self.key) / f"{self.stage}.lock"):
             with new_folders(*paths) as folders:
                 yield folders
             if self.log.exists():
@@ -133,7 +143,8 @@ def parse(stage: str, argv: list[str] | None = None) -> Job:
     parser.add_argument("--iteration", type=int)
     args = parser.parse_args(argv)
     launch.guard_process()
-    return Job(stage, args.key, args.iteration, registry.load())
+    registry.load()  # stops here when params.yaml is older than conf/
+    return Job(stage, args.key, args.iteration)
 
 
 def run(main: Callable[[Job], None], stage: str) -> None:
@@ -160,7 +171,7 @@ def run_alone(stage: str) -> None:
     """A stage without ranks: `stages.<stage>:rank_main` in one process, which saves it the imports."""
 
     def main(job: Job) -> None:
-        with single_writer(job.registry.paths.logs(job.key) / f"{stage}.lock"):
+        with single_writer(job.paths.logs(job.key) / f"{stage}.lock"):
             launch.run_job(f"stages.{stage}:rank_main", job.args(), 1, Launch())
 
     run(main, stage)

@@ -16,15 +16,17 @@ class Mesh:
 
     tp_group: tensor-parallel ranks, in the order of t. cp_group: of one sample. dp_group: of the same token tiles.
     grad_group: ranks that hold the same parameter slice, cp x dp. Every rank of the world must construct its Mesh at the same point.
+    spare: ranks of the world that come after the mesh's own and take no part in it.
     """
 
-    def __init__(self, shape: MeshShape, rank: int):
+    def __init__(self, shape: MeshShape, rank: int, spare: int = 0):
         world = dist.get_world_size() if dist.is_initialized() else 1
-        if world != shape.world_size or not 0 <= rank < world:
+        if world != shape.world_size + spare or not 0 <= rank < world:
             raise ValueError(
                 f"layout tp={shape.tp} cp={shape.cp} dp={shape.dp} needs {shape.world_size} ranks; this is rank {rank} of {world}"
             )
-        self.shape, self.rank = shape, rank
+        self.shape, self.rank, self.spare = shape, rank, spare
+        self.takes_part = rank < shape.world_size
         self.t, self.c, self.d = shape.coordinates(rank)
         self.tp_group = self._own_group(shape.tp_groups())
         self.cp_group = self._own_group(shape.cp_groups())
@@ -37,10 +39,10 @@ class Mesh:
         """Creates the groups of one axis (all ranks create all of them, in the same order) and returns the own one."""
         if len(all_groups[0]) == 1:
             return None
-        if len(all_groups) == 1:
+        if len(all_groups) == 1 and not self.spare:
             return dist.group.WORLD
         groups: list[Any] = [dist.new_group(ranks) for ranks in all_groups]
-        return next(g for g, ranks in zip(groups, all_groups, strict=True) if self.rank in ranks)
+        return next((g for g, ranks in zip(groups, all_groups, strict=True) if self.rank in ranks), None)
 
     @property
     def tp_ranks(self) -> list[int]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels import rope
+from pipeline.config import Kernels
 from pipeline.errors import UserError
 from pipeline.evidence.readbacks import BACKEND_IDS, MODULES, expected_implementation
 from pipeline.layout import ModelShape
@@ -215,6 +216,10 @@ class CausalLM(nn.Module):
         for name, parameter in self.named_parameters():
             parameter.tensor_name = name  # type: ignore[attr-defined]  # where the autograd functions find its gradient buffer
 
+    def reset_counts(self) -> None:
+        for readback in self.readbacks.values():
+            readback.call_count = 0
+
     def join_projections(self) -> None:
         """For inference: linears of one input become one linear. An output is a function of its own row of the weight, so no bit changes.
 
@@ -236,9 +241,9 @@ class CausalLM(nn.Module):
         return self.lm_head(h[batch.head_rows], batch, inv_temp)
 
 
-def implementations(case: str, side: str) -> dict[str, str]:
-    """Kernels of each module on one side ("training" or "rollout") of a case such as "R/P"."""
-    return dict.fromkeys(MODULES, expected_implementation(case, side))
+def implementations(kernels: Kernels, side: str) -> dict[str, str]:
+    """Kernels of each module on one side: "training" or "rollout"."""
+    return {module: expected_implementation(kernels.of(module), side) for module in MODULES}
 
 
 def inverse_temperature(temperature: float) -> float:

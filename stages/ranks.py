@@ -26,12 +26,21 @@ from stages.parallel import Parallel
 
 def start_mesh(shape: MeshShape, threads: int, kernel_build: str) -> Mesh:
     """Chooses the kernel build, joins the process group and makes the mesh's groups."""
+    start_process(shape.world_size, threads, kernel_build)
+    return mesh_of(shape, shape.world_size)
+
+
+def mesh_of(shape: MeshShape, world_size: int) -> Mesh:
+    """This process' place in a mesh over the first ranks of the world."""
+    return Mesh(shape, int(os.environ.get("RANK", "0")), world_size - shape.world_size)
+
+
+def start_process(world_size: int, threads: int, kernel_build: str) -> None:
     build.select(kernel_build)
     build.set_threads(threads)
     torch.set_num_threads(threads)
-    if shape.world_size > 1 and not dist.is_initialized():
+    if world_size > 1 and not dist.is_initialized():
         dist.init_process_group("gloo")
-    return Mesh(shape, int(os.environ.get("RANK", "0")))
 
 
 def build_model(checkpoint: Path, mesh: Mesh, cfg: Config, implementations: dict[str, str], trained: bool = False) -> CausalLM:
@@ -45,6 +54,19 @@ def samples_of(rollout: Rollout) -> list[Sample]:
     offsets = rollout.response_offsets
     rows = zip(rollout.sample_tokens(), rollout.prompt_lengths.tolist(), offsets.tolist())
     return [Sample(i, torch.from_numpy(tokens).long(), length, offset) for i, (tokens, length, offset) in enumerate(rows)]
+
+
+def barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def broadcast_object(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values, 0)
+    return values[0]
 
 
 class ResponseArrays:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stages import entry
+
+if TYPE_CHECKING:
+    from stages.mesh import Mesh
+    from stages.model import CausalLM
 
 
 def main(job: entry.Job) -> None:
@@ -15,26 +19,43 @@ def main(job: entry.Job) -> None:
 
 
 def rank_main(args: dict[str, Any]) -> dict[str, Any]:
+    from stages import ranks
+
+    job = entry.Job.from_args(args)
+    mesh = ranks.start_mesh(job.mesh_shape, job.cfg.launch.threads, job.cfg.launch.kernel_build)
+    model = build_reference(job, mesh)
+    seconds = score(job, model, Path(args["folder"]), Path(args["readbacks"]))
+    return {"ref_log_probs_time": seconds, "peak_memory": ranks.peak_memory()}
+
+
+def build_reference(job: entry.Job, mesh: Mesh) -> CausalLM:
+    """The checkpoint with its weights."""
+    from stages import ranks
+    from stages.model import implementations
+    from stages.weights import load_slices, read_weights
+
+    model = ranks.build_model(job.checkpoint, mesh, job.cfg, implementations(job.cfg.kernels, "training"))
+    load_slices(model, read_weights(job.checkpoint))
+    return model
+
+
+def score(job: entry.Job, model: CausalLM, folder: Path, readbacks: Path) -> float:
+    """Writes the logprobs of the iteration's tokens with the evidence; the seconds that it took."""
     import torch
 
     from pipeline.layout import micro_batches, owned_samples
     from pipeline.records import Rollout, save_arrays
     from stages import ranks
     from stages.batch import pack
-    from stages.model import implementations, inverse_temperature
-    from stages.weights import load_slices, read_weights
+    from stages.model import inverse_temperature
 
-    job = entry.Job.from_args(args)
-    cfg, layout = job.cfg, job.cfg.layout
-    mesh = ranks.start_mesh(job.mesh_shape, cfg.launch.threads, cfg.launch.kernel_build)
-    model = ranks.build_model(job.checkpoint, mesh, cfg, implementations(cfg.kernels.case, "training"))
-    load_slices(model, read_weights(job.checkpoint))
+    cfg, mesh = job.cfg, model.par.mesh
     rollout = Rollout.load(job.step.rollout)
     samples = ranks.samples_of(rollout)
     results = ranks.ResponseArrays(len(rollout.logprobs), ("logprobs",))
     started = time.perf_counter()
-    forwards = 0
-    size = layout.samples_per_forward
+    model.reset_counts()
+    forwards, size = 0, cfg.layout.samples_per_forward
     with torch.no_grad():
         for indices in micro_batches(owned_samples(len(samples), mesh.shape.dp, mesh.d), size, len(samples), mesh.shape.dp):
             batch = pack([samples[i] for i in indices], cfg.numerics.token_leaf, mesh.shape.cp, mesh.c)
@@ -42,10 +63,10 @@ def rank_main(args: dict[str, Any]) -> dict[str, Any]:
             results.put(batch.head_slots, logprobs=logprobs)
             forwards += 1
     gathered = results.gather(mesh)
-    ranks.write_readback(Path(args["readbacks"]), model, mesh, "reference", {"forwards": forwards, "backwards": 0})
+    ranks.write_readback(readbacks, model, mesh, "reference", {"forwards": forwards, "backwards": 0})
     if mesh.rank == 0:
-        save_arrays(Path(args["folder"]) / "ref.safetensors", {name: x.numpy() for name, x in gathered.items()})
-    return {"ref_log_probs_time": time.perf_counter() - started, "peak_memory": ranks.peak_memory()}
+        save_arrays(folder / "ref.safetensors", {name: x.numpy() for name, x in gathered.items()})
+    return time.perf_counter() - started
 
 
 if __name__ == "__main__":

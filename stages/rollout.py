@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import UserError
-from pipeline.evidence.readbacks import stage_mesh
-from pipeline.layout import owned_samples
+from pipeline.layout import owned_samples, stage_mesh
 from stages import entry
 
 if TYPE_CHECKING:
     from pipeline.records import Prompt
-    from stages.engine import Completion, Request
+    from stages.engine import Completion, LockstepEngine, Request
+    from stages.mesh import Mesh
 
 
 def main(job: entry.Job) -> None:
@@ -23,30 +23,48 @@ def main(job: entry.Job) -> None:
 
 def rank_main(args: dict[str, Any]) -> dict[str, Any]:
     from stages import ranks
-    from stages.engine import LockstepEngine, Request
-    from stages.fetch import stop_token_ids
-    from stages.model import implementations
     from stages.weights import read_weights
 
     job = entry.Job.from_args(args)
-    cfg, step = job.cfg, job.step
-    mesh = ranks.start_mesh(stage_mesh(cfg.layout, "rollout"), cfg.launch.threads, cfg.launch.kernel_build)
+    mesh = ranks.start_mesh(stage_mesh(job.cfg.layout, "rollout"), job.cfg.launch.threads, job.cfg.launch.kernel_build)
     started = time.perf_counter()
-    model = ranks.build_model(step.weights_in, mesh, cfg, implementations(cfg.kernels.case, "rollout"))
-    engine = LockstepEngine(model, set(stop_token_ids(job.checkpoint)), cfg.layout.rollout.batch_size)
-    engine.load_weights(read_weights(step.weights_in), step.version_in)
+    engine = build_engine(job, mesh)
+    engine.load_weights(read_weights(job.step.weights_in), job.step.version_in)
     loaded = time.perf_counter()
+    seconds = sample(job, engine, Path(args["folder"]), Path(args["readbacks"]))
+    return {"update_weights_time": loaded - started, "rollout_time": seconds, "peak_memory": ranks.peak_memory()}
+
+
+def build_engine(job: entry.Job, mesh: Mesh) -> LockstepEngine:
+    """Without weights yet."""
+    from stages import ranks
+    from stages.engine import LockstepEngine
+    from stages.fetch import stop_token_ids
+    from stages.model import implementations
+
+    model = ranks.build_model(job.checkpoint, mesh, job.cfg, implementations(job.cfg.kernels, "rollout"))
+    return LockstepEngine(model, set(stop_token_ids(job.checkpoint)), job.cfg.layout.rollout.batch_size)
+
+
+def sample(job: entry.Job, engine: LockstepEngine, folder: Path, readbacks: Path) -> float:
+    """Samples the iteration's completions and writes them with the evidence; the seconds that generating took."""
+    from stages import ranks
+    from stages.engine import Request
+
+    cfg, model, mesh = job.cfg, engine.model, engine.model.par.mesh
+    started = time.perf_counter()
+    model.reset_counts()
     prompts = job.prompts()
     requests = [Request(p.prompt_id, k, p.token_ids) for p in prompts for k in range(cfg.sampling.samples_per_prompt)]
     check_room(max(len(r.token_ids) for r in requests), cfg.sampling.max_new_tokens, model.config.max_positions)
     own = owned_samples(len(requests), mesh.shape.dp, mesh.d)
-    completions = engine.generate(requests[own.start : own.stop], cfg.sampling, cfg.seed, step.iteration)
-    generated = time.perf_counter()
-    ranks.write_readback(Path(args["readbacks"]), model, mesh, "rollout", {"forwards": engine.forwards, "backwards": 0})
+    completions = engine.generate(requests[own.start : own.stop], cfg.sampling, cfg.seed, job.step.iteration)
+    seconds = time.perf_counter() - started
+    ranks.write_readback(readbacks, model, mesh, "rollout", {"forwards": engine.forwards, "backwards": 0})
     completions = ranks.gather_objects(mesh, completions)
     if mesh.rank == 0:
-        write_rollout(job, prompts, requests, completions, Path(args["folder"]))
-    return {"update_weights_time": loaded - started, "rollout_time": generated - loaded, "peak_memory": ranks.peak_memory()}
+        write_rollout(job, prompts, requests, completions, folder)
+    return seconds
 
 
 def check_room(longest_prompt: int, max_new_tokens: int, max_positions: int) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pipeline.config import Config
     from stages.batch import Sample, TokenBatch
     from stages.mesh import Mesh
+    from stages.model import CausalLM
     from stages.objectives import TokenData
     from stages.trainer import Trainer
 
@@ -28,26 +29,46 @@ def main(job: entry.Job) -> None:
 
 
 def rank_main(args: dict[str, Any]) -> dict[str, Any]:
-    from pipeline.records import Rollout, load_arrays
-    from stages import objectives, ranks
+    from stages import ranks
+
+    job = entry.Job.from_args(args)
+    mesh = ranks.start_mesh(job.mesh_shape, job.cfg.launch.threads, job.cfg.launch.kernel_build)
+    started = time.perf_counter()
+    trainer = build_trainer(job, mesh)
+    times = {"initialize_time": time.perf_counter() - started}
+    times |= train(job, trainer, {name: Path(args[name]) for name in OUTPUTS})
+    return {**times, "peak_memory": ranks.peak_memory()}
+
+
+def build_trainer(job: entry.Job, mesh: Mesh) -> Trainer:
+    """With the weights and the state that the iteration starts from."""
+    from stages import ranks
     from stages.model import implementations
     from stages.trainer import Trainer
     from stages.weights import load_slices, read_weights
 
-    job = entry.Job.from_args(args)
     cfg, step = job.cfg, job.step
-    out = {name: Path(args[name]) for name in OUTPUTS}
-    mesh = ranks.start_mesh(job.mesh_shape, cfg.launch.threads, cfg.launch.kernel_build)
-    clock = [time.perf_counter()]
-    rollout, reference = Rollout.load(step.rollout), load_arrays(step.ref_logprob / "ref.safetensors")["logprobs"]
-    updates = plan_updates(ranks.samples_of(rollout), cfg, mesh)
-    tokens = objectives.TokenData.of(rollout, reference, cfg)
-    clock.append(time.perf_counter())
-    model = ranks.build_model(step.weights_in, mesh, cfg, implementations(cfg.kernels.case, "training"), trained=True)
+    model = ranks.build_model(step.weights_in, mesh, cfg, implementations(cfg.kernels, "training"), trained=True)
     load_slices(model, read_weights(step.weights_in))
     total_steps = cfg.iterations * cfg.objective.num_updates
     trainer = Trainer(model, cfg.optimizer, mesh, cfg.layout.zero, cfg.numerics, total_steps)
     trainer.load_state(step.state_in)
+    return trainer
+
+
+def train(job: entry.Job, trainer: Trainer, out: dict[str, Path]) -> dict[str, float]:
+    """The iteration's old logprobs and optimizer steps, and everything that they leave; seconds by part."""
+    from pipeline.records import Rollout, load_arrays
+    from stages import objectives, ranks
+
+    cfg, step, mesh = job.cfg, job.step, trainer.mesh
+    model: CausalLM = trainer.model  # type: ignore[assignment]
+    clock = [time.perf_counter()]
+    trainer.forwards = trainer.backwards = 0  # the readback says what this iteration alone has run
+    model.reset_counts()
+    rollout, reference = Rollout.load(step.rollout), load_arrays(step.ref_logprob / "ref.safetensors")["logprobs"]
+    updates = plan_updates(ranks.samples_of(rollout), cfg, mesh)
+    tokens = objectives.TokenData.of(rollout, reference, cfg)
     clock.append(time.perf_counter())
     old = old_logprobs(trainer, updates, tokens.size, cfg, mesh)
     clock.append(time.perf_counter())
@@ -60,9 +81,8 @@ def rank_main(args: dict[str, Any]) -> dict[str, Any]:
     if mesh.rank == 0:
         write_results(out["folder"], tokens, old, results)
     clock.append(time.perf_counter())
-    names = ("data_preprocess_time", "initialize_time", "log_probs_time", "actor_train_time", "export_time")
-    times = {name: b - a for name, a, b in zip(names, clock, clock[1:], strict=False)}
-    return {**times, "peak_memory": ranks.peak_memory()}
+    names = ("data_preprocess_time", "log_probs_time", "actor_train_time", "export_time")
+    return {name: b - a for name, a, b in zip(names, clock, clock[1:], strict=False)}
 
 
 @dataclass(frozen=True)

@@ -148,8 +148,11 @@ def read_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor.to(torch.float32)
 
 
-def load_slices(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Copies whole tensors into the rank's slices of `model.par`. UserError for a tensor that is missing, unknown or of another shape."""
+def load_slices(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], sliced: bool = False) -> None:
+    """Copies whole tensors into the rank's slices of `model.par`. UserError for a tensor that is missing, unknown or of another shape.
+
+    sliced: `tensors` are the rank's slices already.
+    """
     slices = Slices(model.par)  # type: ignore[arg-type]
     parameters = dict(model.named_parameters())
     left = set(parameters)
@@ -159,9 +162,9 @@ def load_slices(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None
         if name not in parameters:
             raise UserError(f"weights hold an unknown tensor {name}: config.json describes another model")
         parameter = parameters[name]
-        if whole.shape != slices.whole_shape(name, parameter.shape):
+        if whole.shape != (parameter.shape if sliced else slices.whole_shape(name, parameter.shape)):
             raise UserError(f"tensor {name} has shape {tuple(whole.shape)}: config.json describes another model")
-        parameter.data.copy_(slices.take(name, whole))
+        parameter.data.copy_(whole if sliced else slices.take(name, whole))
         left.discard(name)
     if left:
         raise UserError(f"weights lack the tensor {min(left)} ({len(left)} missing): config.json describes another model")

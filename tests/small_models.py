@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from pipeline.config import Numerics
+from pipeline.config import Kernels, Numerics
 from pipeline.layout import MeshShape
 from stages.exact_gradients import ExactGradients
 from stages.mesh import Mesh
@@ -35,7 +35,7 @@ def reference(architecture: str, tied: bool):
 def ours(hf, config: dict, case: str = "R/R", precision: str = "fp32") -> CausalLM:
     mesh, numerics = Mesh(MeshShape(), 0), replace(NUMERICS, precision=precision)
     model_config = ModelConfig.from_hf(json.loads(json.dumps(config)))
-    model = CausalLM(model_config, Parallel(mesh, model_config.shape, numerics), implementations(case, "training"))
+    model = CausalLM(model_config, Parallel(mesh, model_config.shape, numerics), implementations(Kernels(case), "training"))
     load_slices(model, ((n, p.detach()) for n, p in hf.named_parameters()))
     shapes = {n: p.shape for n, p in model.named_parameters()}
     model.par.grads = ExactGradients(shapes, NUMERICS.grad_scale_log2)

@@ -13,8 +13,8 @@ from safetensors.numpy import load_file, save_file
 from pipeline.config import Checkpoint, Config, Data, Kernels, Layout, Objective, Sampling, experiment_digest
 from pipeline.digest import hash_safetensors, sha256_file, sha256_folder, sha256_tensor, tensors_digest, write_json
 from pipeline.evidence.chain import RunFiles
-from pipeline.evidence.readbacks import BACKEND_IDS, STAGES, expected_counts, expected_implementation, stage_mesh
-from pipeline.layout import micro_batches, owned_samples
+from pipeline.evidence.readbacks import BACKEND_IDS, STAGES, expected_counts, expected_implementation
+from pipeline.layout import micro_batches, owned_samples, stage_mesh
 from pipeline.paths import Paths
 from stages import validate
 

@@ -10,11 +10,12 @@ import hydra
 import pytest
 from omegaconf import OmegaConf
 
-from pipeline import checks, compose, config, source_checks
+from pipeline import checks, compose, config, layout_names, source_checks
 from pipeline.config import Config, experiment_digest, experiment_half, to_config
 from pipeline.errors import MissingPrerequisite, UserError
 from pipeline.layout import layout_name
 from pipeline.paths import ROOT
+from pipeline.segments import segments
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf/experiment").glob("*.yaml"))
 LAYOUTS = sorted(path.stem for path in (ROOT / "conf/layout").glob("*.yaml"))
@@ -65,6 +66,43 @@ def test_layout_presets_are_named_after_their_degrees():
         layout = OmegaConf.load(path)
         assert set(layout) == {"tp", "cp", "dp", "zero"}
         assert layout_name(layout.tp, layout.cp, layout.dp, layout.zero) == path.stem
+
+
+NAMES = [
+    "tp2",
+    "tp2cp4dp2z3",
+    "dp3z1-m1",
+    "cp2-nopack",
+    "tp2-rtp1cp2dp4",
+    "dp2-b3-t2-avx2",
+    "tp1cp1dp1-s3",
+    "tp2cp2-rtp1cp1dp2-m2-b1-t2-s3-avx2",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layout_needs_only_its_name(name):
+    run = compose.compose_run([f"layout={name}"])
+    assert compose.compose_run([f"layout={name}"]).key == run.key
+    assert set(run.key.split("-")) == {"tiny", *name.split("-")}, "the key spells the layout out"
+    again = compose.compose_run([f"layout={run.key.removeprefix('tiny-')}"])
+    assert again.config == run.config
+    assert run.experiment == "tiny"
+
+
+def test_what_is_no_name_of_a_layout():
+    for name in ("", "tp", "tp2-", "tp2-m", "tp2-m1-m2", "tp2-r", "tp2-turbo", "cp2tp2", "tp-1", "tp2.m1"):
+        assert layout_names.parse(name) is None, name
+    with pytest.raises(UserError, match="^layout=tp2-turbo: no such choice; use tp1cp1dp1, .*, or degrees and options such as"):
+        compose.compose_run(["layout=tp2-turbo"])
+
+
+def test_a_rollout_with_more_ranks_than_training_has_no_segments():
+    assert compose.compose_run(["layout=tp1cp1dp1-rdp2"]).config.launch.segment == 0
+    with pytest.raises(UserError, match="^launch.segment=3: its rollout runs in the 1 ranks of training, layout.rollout asks for 2;"):
+        compose.compose_run(["layout=tp1cp1dp1-rdp2-s3"])
+    assert segments(compose.compose_run(["iterations=60", "layout=tp1cp1dp1-rdp2"]).config)[0] == range(1, 2)
+    assert segments(compose.compose_run(["iterations=60"]).config) == [range(1, 26), range(26, 51), range(51, 61)]
 
 
 # --- the split ---------------------------------------------------------------------------------------------------------------
@@ -118,6 +156,7 @@ def test_execution_never_changes_the_experiment_digest_and_every_experiment_key_
         (["layout=dp2z3"], "tiny-dp2z3", "tiny"),
         (["kernels.case=P/P", "layout=cp2"], "tiny-cp2-P_P", "tiny-P_P"),
         (["kernels=PP", "layout=cp2"], "tiny-cp2-P_P", "tiny-P_P"),
+        (["kernels.ffn=P/R"], "tiny-tp1cp1dp1-ffnP_R", "tiny-ffnP_R"),
         (["optimizer.lr=0.01"], "tiny-tp1cp1dp1", "tiny"),  # the preset's value: no other experiment
         (["tracking=none", "launch.idle_seconds=5"], "tiny-tp1cp1dp1", "tiny"),
     ],
@@ -128,7 +167,7 @@ def test_run_and_experiment_keys(overrides, key, experiment):
 
 
 def test_other_overrides_are_hashed_into_the_keys():
-    threads, rate = compose.compose_run(["launch.threads=2"]), compose.compose_run(["optimizer.lr=0.5"])
+    threads, rate = compose.compose_run(["launch.launcher=torchrun"]), compose.compose_run(["optimizer.lr=0.5"])
     assert threads.experiment == "tiny" and threads.key.startswith("tiny-tp1cp1dp1-")  # same bits are due: compared with the others
     assert rate.experiment.startswith("tiny-") and rate.key.startswith("tiny-tp1cp1dp1-")
     assert compose.compose_run(["optimizer.lr=0.25"]).key != rate.key
@@ -170,6 +209,7 @@ BAD = [
     (["objective.num_updates=3"], "objective.num_updates=3: must divide sampling.prompts_per_iteration=4; use 1, 2 or 4"),
     (["objective.kl_type=k4"], "objective.kl_type=k4: must be k1 | k2 | k3"),
     (["kernels.case=R"], "kernels.case=R: must be R/R | P/P | P/R | R/P"),
+    (["kernels.ffn=R"], "kernels.ffn=R: must be R/R | P/P | P/R | R/P"),
     (["sampling.temperature=-1"], "sampling.temperature=-1.0: must be 0 or more"),
     (["sampling.top_p=0"], "sampling.top_p=0.0: must be above 0 and at most 1 (1 = off)"),
     (["optimizer.betas=[0.9]"], "optimizer.betas=[0.9]: must be two numbers, each 0 or more and below 1"),
@@ -200,9 +240,9 @@ def test_the_command_ends_with_the_message_and_writes_nothing():
         "",
         "error: optimizer.lrr: unknown key; did you mean optimizer.lr?\n",
     )
-    sweep = run_command("-m", "layout=tp2,cp2", "layout.dp=1,99")  # two of four are wrong: both are named, none is registered
-    message = "error: layout.dp=99: more ranks than the 16 samples of an update can feed; use 16 or fewer\n"
-    assert (sweep.returncode, sweep.stdout, sweep.stderr) == (2, "", message * 2)
+    sweep = run_command("-m", "layout=tp2,cp99,cp98")  # two of three are wrong: both are named, none is registered
+    messages = [f"error: layout.cp={n}: more ranks than the 64 token tiles of numerics.token_leaf=8" for n in (98, 99)]
+    assert (sweep.returncode, sweep.stdout, sorted(sweep.stderr.splitlines())) == (2, "", messages)
     assert (ROOT / "params.yaml").read_bytes() == params
     assert not any((ROOT / name).exists() for name in ("outputs", "multirun", "multirun.yaml", ".hydra"))  # Hydra's own habits
 

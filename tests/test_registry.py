@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from pipeline import compose, failures, registry, repro
 from pipeline.config import experiment_digest
 from pipeline.errors import MissingPrerequisite, ResultsDiffer, UserError
-from pipeline.paths import ROOT
+from pipeline.paths import ROOT, Paths, step
 from pipeline.registry import Run
 
 
@@ -93,7 +93,8 @@ def test_another_conf_is_refused_by_the_stages_and_composed_again_by_the_command
     after = registry.upsert([new], recompose, project)
     assert again == [runs["oracle"].overrides, runs["slow"].overrides, runs["tp2"].overrides]
     assert after.run_keys() == ["tiny-tp1cp1dp1", "tiny-tp2"]  # what no longer composes is left out
-    assert after.run("tiny-tp1cp1dp1").iterations == 5 and len(after.steps("tiny-tp1cp1dp1")) == 5
+    assert after.run("tiny-tp1cp1dp1").iterations == 5
+    assert "tiny-tp1cp1dp1-s0005" in OmegaConf.load(project / "params.yaml").steps
 
 
 def test_tracking_belongs_to_the_experiment(project, runs):
@@ -116,16 +117,23 @@ def test_one_name_for_two_checkpoints_is_an_error(project, runs):
 
 
 def test_steps_hand_weights_and_state_from_one_iteration_to_the_next(project, runs):
-    registered = registry.upsert([runs["oracle"]], never, project)
-    first, second, third = registered.steps("tiny-tp1cp1dp1")
+    registry.upsert([runs["oracle"]], never, project)
+    first, second, third = (step(Paths(project), "tiny-tp1cp1dp1", i, "tiny") for i in (1, 2, 3))
     assert first.weights_in == project / "runs/checkpoints/tiny" and first.state_in is None
     assert (first.version_in, first.version_out) == ("weight_v000001", "weight_v000002")
     assert (second.weights_in, second.state_in) == (first.weights_out, first.state_out)
     assert third.weights_out == project / "runs/tiny-tp1cp1dp1/weights/weight_v000004"
     entry = OmegaConf.load(project / "params.yaml").steps["tiny-tp1cp1dp1-s0002"]
     assert project / entry.weights_in == second.weights_in and project / entry.folder / "rollout" == second.rollout
-    with pytest.raises(UserError, match="^steps.tiny-tp1cp1dp1-s0004: not in params.yaml"):
-        registered.step("tiny-tp1cp1dp1", 4)
+
+
+def test_a_run_in_segments_is_one_stage(project, runs):
+    config = runs["oracle"].config
+    long = replace(runs["oracle"], config=replace(config, launch=replace(config.launch, segment=2)))
+    registry.upsert([long, runs["tp2"]], never, project)
+    content = OmegaConf.load(project / "params.yaml")
+    assert list(content.segments) == ["tiny-tp1cp1dp1"] and {entry.run for entry in content.steps.values()} == {"tiny-tp2"}
+    assert content.segments["tiny-tp1cp1dp1"].run == content.validations["tiny-tp1cp1dp1"].run == "runs/tiny-tp1cp1dp1"
 
 
 def test_sections_are_typed(project, runs):

@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeline.config import Kernels
 from pipeline.digest import read_json
-from pipeline.layout import MeshShape, micro_batches, owned_samples
+from pipeline.layout import MeshShape, micro_batches, owned_samples, stage_mesh
 
 MODULES = ("attention", "ffn", "logp")
 STAGES = {"train": "training", "ref_logprob": "reference", "rollout": "rollout"}  # stage -> side in the readback
@@ -38,16 +39,9 @@ FRAMEWORKS = {"train": "deepspeed/training", "ref_logprob": "lockstep/reference"
 
 
 def expected_implementation(case: str, stage: str) -> str:
-    """Case "R/P" = our kernels in training (and for the reference), PyTorch's own in the rollout."""
+    """A module's case "R/P" = our kernels in training (and for the reference), PyTorch's own in the rollout."""
     training, rollout = case.split("/")
     return {"R": "lockstep", "P": "torch"}[rollout if stage == "rollout" else training]
-
-
-def stage_mesh(layout: Any, stage: str) -> MeshShape:
-    """Sampling has a layout of its own; what it leaves open is as in training."""
-    if stage == "rollout":
-        return MeshShape(tp=layout.rollout.tp or layout.tp, dp=layout.rollout.dp or layout.dp)
-    return MeshShape(layout.tp, layout.cp, layout.dp)
 
 
 def count_micro_batches(layout: Any, num_samples: int) -> int:
@@ -84,7 +78,7 @@ class FrameworkReadbacks:
     """What all ranks of one stage reported, over the iterations."""
 
     stage: str
-    case: str
+    kernels: Kernels
     num_layers: int
     kernel_build: str = "auto"  # as asked for
     modules: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -139,9 +133,9 @@ class FrameworkReadbacks:
             report, total = readback["modules"][module], self.modules[module]
             calls = forwards if module == "logp" else forwards * self.num_layers
             self._expect(place, f"{module}.call_count", report["call_count"], calls)
-            wanted = expected_implementation(self.case, self.stage)
+            wanted = expected_implementation(self.kernels.of(module), self.stage)
             if report["implementation"] != wanted:
-                self.errors.append(f"{place}: {module} ran {report['implementation']}, case {self.case} asks for {wanted}")
+                self.errors.append(f"{place}: {module} ran {report['implementation']}, case {self.kernels.of(module)} asks for {wanted}")
             self._expect(place, f"{module}.backend_id", report["backend_id"], BACKEND_IDS[module, wanted])
             total["backend_ids"].add(report["backend_id"])
             total["implementations"].add(report["implementation"])
@@ -169,8 +163,8 @@ class FrameworkReadbacks:
                 module: {
                     "backend_ids": sorted(total["backend_ids"]),
                     "call_count": total["call_count"],
-                    "case_id": self.case,
-                    "expected_implementation": expected_implementation(self.case, self.stage),
+                    "case_id": self.kernels.case_id,
+                    "expected_implementation": expected_implementation(self.kernels.of(module), self.stage),
                     "implementations": sorted(total["implementations"]),
                     "installed_processes": len(total["processes"]),
                 }
@@ -182,12 +176,18 @@ class FrameworkReadbacks:
 
 
 def read_frameworks(
-    folder_of: Any, layout: Any, case: str, num_layers: int, lengths: dict[int, Sequence[int]], num_updates: int, kernel_build: str = "auto"
+    folder_of: Any,
+    layout: Any,
+    kernels: Kernels,
+    num_layers: int,
+    lengths: dict[int, Sequence[int]],
+    num_updates: int,
+    kernel_build: str = "auto",
 ) -> dict[str, Any]:
     """`runtime_readbacks` of the validation. folder_of(iteration) -> run folder; lengths: response lengths by iteration."""
     frameworks, errors = {}, []
     for stage, name in FRAMEWORKS.items():
-        readbacks = FrameworkReadbacks(stage, case, num_layers, kernel_build)
+        readbacks = FrameworkReadbacks(stage, kernels, num_layers, kernel_build)
         for iteration, own in lengths.items():
             counts = expected_counts(layout, stage, own, num_updates)
             folder = folder_of(iteration) / "readbacks" / stage

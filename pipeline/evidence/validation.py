@@ -13,10 +13,10 @@ import numpy as np
 
 from pipeline.digest import float_hex, read_json, sha256_file, tensors_digest, write_json
 from pipeline.evidence.chain import GRADIENT_NORM, Evidence, RunFiles, read_evidence, relative, updates_of
-from pipeline.evidence.readbacks import count_micro_batches, read_frameworks, stage_mesh
+from pipeline.evidence.readbacks import count_micro_batches, read_frameworks
 from pipeline.evidence.recorded import read_metrics, recorded_object, value_at
 from pipeline.evidence.sidecars import SidecarComparison, count_unequal
-from pipeline.layout import layout_name
+from pipeline.layout import layout_name, stage_mesh
 from pipeline.records import tokens_sha256
 
 SCHEMA_VERSION = "lockstep.validation.v1"
@@ -37,9 +37,7 @@ def validate(cfg: Any, files: RunFiles, evidence: Evidence | None = None) -> dic
         errors += check_iteration(cfg, files, iteration, arrays)
     lengths = {i: (a["lengths"] - a["prompt_lengths"]).tolist() for i, a in complete.items()}
     num_layers = _num_layers(files, errors)
-    frameworks = read_frameworks(
-        files.iteration, cfg.layout, cfg.kernels.case, num_layers, lengths, files.num_updates, cfg.launch.kernel_build
-    )
+    frameworks = read_frameworks(files.iteration, cfg.layout, cfg.kernels, num_layers, lengths, files.num_updates, cfg.launch.kernel_build)
     sidecars = compare_sidecars(cfg, files, complete)
     logprob, scalar = sidecars.finish(), scalar_rows(files, complete)
     errors += [*frameworks["errors"], *scalar["errors"], *logprob["errors"]]
