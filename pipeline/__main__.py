@@ -37,7 +37,8 @@ def main() -> int:
     if register_only:
         return 0
     try:
-        return max(repro.verdict_of(key) for key in experiments)
+        fresh = {run.experiment for run in runs if run.config.verify == "fresh"}
+        return max(repro.verdict_of(key, fresh=key in fresh) for key in experiments)
     except UserError as error:
         return report(error)
 

@@ -97,6 +97,7 @@ def _choices(cfg: Config) -> None:
         "objective.kl_type": ("k1", "k2", "k3"),
         "numerics.precision": ("fp32", "bf16"),
         "optimizer.schedule": ("constant", "linear", "cosine"),
+        "verify": ("cached", "fresh"),
         "launch.launcher": ("fork", "torchrun", "deepspeed"),
         "launch.kernel_build": ("auto", "avx512", "avx2", "scalar"),
     }

@@ -30,6 +30,7 @@ from pipeline.registry import Run
 CONF = ROOT / "conf"
 # Keys that a run's key spells out, or that change neither the work nor what is compared. Every other change is hashed into the key.
 UNHASHED = layout_names.SPELLED | {
+    "verify",
     "kernels.case",
     "kernels.attention",
     "kernels.ffn",

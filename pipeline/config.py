@@ -186,6 +186,7 @@ class Tracking:
 
 @dataclass
 class Execution:
+    verify: str = "cached"  # fresh: every stage runs again, whatever DVC has in its caches, and the report says so
     layout: Layout = field(default_factory=Layout)
     launch: Launch = field(default_factory=Launch)
     tracking: Tracking = field(default_factory=Tracking)

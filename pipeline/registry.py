@@ -91,6 +91,16 @@ class Registry:
         entry = self._entry("experiments", key)
         return ExperimentGroup(key, entry.digest, list(entry.runs))
 
+    def num_stages(self, experiment: str) -> int:
+        """Stages of DVC that the experiment consists of, those it shares with others included."""
+        runs = self.experiment(experiment).runs
+        own = {
+            f"{group}-{entry[group]}" for group in ("checkpoint", "prompts") for run in runs if (entry := self._content.validations[run])
+        }
+        steps = sum(entry.run in runs for entry in self._content.steps.values())
+        segments = sum(run in self._content.segments for run in runs)
+        return len(("config", "compare", "track")) + len(own) + 3 * steps + segments + len(runs)
+
     def checkpoint(self, name: str) -> Checkpoint:
         return _typed(Checkpoint, self._entry("checkpoints", name))
 
@@ -182,6 +192,7 @@ def build(runs: Iterable[Run], digest: str, files: Paths) -> dict[str, Any]:
     for run in runs:
         section = asdict(run.config)
         tracking, checkpoint, data = section.pop("tracking"), section["checkpoint"], section["data"]
+        del section["verify"]  # of one command, not of the run
         prompts = {"checkpoint": checkpoint["name"], "data": {k: v for k, v in data.items() if k != "reward"}}
         _put(content, "checkpoints", checkpoint["name"], checkpoint, run, "checkpoint.name")
         _put(content, "prompts", f"{checkpoint['name']}--{data['name']}", prompts, run, "data.name")

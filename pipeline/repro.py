@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from pipeline import failures
+from pipeline import failures, registry
 from pipeline.errors import MissingPrerequisite, ResultsDiffer, UserError
 from pipeline.launch.processes import die_with_parent
+from pipeline.narration import Narration
 from pipeline.paths import ROOT, Paths
 
 
@@ -28,25 +31,44 @@ class StageFailed(UserError):
         self.exit_code, self.stage, self.key = exit_code, stage, key
 
 
-def run_dvc(targets: list[str], root: Path = ROOT) -> None:
-    """One `dvc repro` of all targets; its output, and its stages', goes to stderr. Raises StageFailed."""
+def run_dvc(targets: list[str], root: Path = ROOT, experiment: str | None = None) -> None:
+    """One `dvc repro` of all targets; its output, and its stages', goes to stderr, as the progress of `experiment` where one is given.
+
+    Raises StageFailed.
+    """
     command = [sys.executable, "-m", "dvc", "--wait-for-lock", "repro", *targets]
     # `python` in dvc.yaml is this one; the fork server goes away with this process
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     environment = os.environ | {"PATH": path, "LOCKSTEP_STARTER_PID": str(os.getpid())}
     environment.pop("HYDRA_FULL_ERROR", None)
-    parent = os.getpid()  # a killed command must not leave DVC, and below it ranks, at work
-    with one_at_a_time(root):
+    if "--force" in targets and "--single-item" not in targets:
+        environment["LOCKSTEP_FRESH"] = uuid.uuid4().hex  # each stage's log will name the command that executed it
+    with one_at_a_time(root), narration_of(experiment, root) if experiment else contextlib.nullcontext() as narration:
         failures.clear(root)
-        done = subprocess.run(
-            command, check=False, cwd=root, env=environment, stdout=sys.stderr, preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM)
-        )
+        returncode = _run(command, root, environment, narration.hear if narration else None)
         failure = failures.last(root)
-    if done.returncode == 0:
-        return
-    if failure:
-        raise StageFailed(f"{failure.where}: {failure.message}{_way_out(failure)}", failure.exit_code, failure.stage, failure.key)
-    raise StageFailed(f"dvc repro {' '.join(targets)}: failed with code {done.returncode}; the reason is above", 1)
+        if returncode and failure:
+            raise StageFailed(f"{failure.where}: {failure.message}{_way_out(failure)}", failure.exit_code, failure.stage, failure.key)
+        if returncode:
+            raise StageFailed(f"dvc repro {' '.join(targets)}: failed with code {returncode}; the reason is above", 1)
+
+
+def _run(command: list[str], root: Path, environment: dict[str, str], hear: Callable[[str], None] | None) -> int:
+    """The exit code of DVC, whose lines `hear` takes as they come."""
+    parent = os.getpid()  # a killed command must not leave DVC, and below it ranks, at work
+    output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if hear else {"stdout": sys.stderr}
+    with subprocess.Popen(
+        command,
+        cwd=root,
+        env=environment,
+        text=True,
+        errors="replace",
+        preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),
+        **output,
+    ) as dvc:
+        for line in dvc.stdout if hear and dvc.stdout else ():
+            hear(line.rstrip("\n"))  # type: ignore[misc]
+    return dvc.returncode
 
 
 def _way_out(failure: failures.Failure) -> str:
@@ -69,28 +91,55 @@ def one_at_a_time(root: Path = ROOT) -> Iterator[None]:
         lock.release()
 
 
-def verdict_of(experiment: str, root: Path = ROOT) -> int:
-    """Runs what changed in one experiment and prints a line per run and the verdict on stdout. The exit code: 0 or that of ResultsDiffer.
+def verdict_of(experiment: str, root: Path = ROOT, fresh: bool = False) -> int:
+    """Runs what changed in one experiment (fresh: everything, without caches) and prints a line per run, where the report lies and the
+    verdict on stdout. The exit code: 0 or that of ResultsDiffer.
 
     Raises StageFailed; an older comparison that a failed run has left in place is never read.
     """
     from pipeline.tracking import is_pending
 
     was_pending = is_pending(experiment, Paths(root))
+    targets = ["config", f"track@{experiment}"]
     try:
-        run_dvc(["config", f"track@{experiment}"], root)
+        run_dvc(["--force", "--no-run-cache", *targets] if fresh else targets, root, experiment)
         if was_pending and is_pending(experiment, Paths(root)):  # a cached track would never bring an unreachable server up to date
             run_dvc(["--force", "--single-item", f"track@{experiment}"], root)
     except StageFailed as failed:
         # track of this experiment fails like this when all is compared, and differs; after any other failure the comparison may be old
         if (failed.stage, failed.key, failed.exit_code) != ("track", experiment, ResultsDiffer.exit_code):
             raise
-    comparison = read_comparison(Paths(root).comparison(experiment))
-    width = max(len(run["run_id"]) for run in comparison["runs"])
-    for run in comparison["runs"]:
-        print(f"{run['run_id']:<{width}}  {run['result_digest']}")
+    path = Paths(root).comparison(experiment)
+    comparison = read_comparison(path)
+    print(*summary_table(comparison), sep="\n")
+    print(f"report: {path.with_suffix('.html').relative_to(root)}")
     print(verdict_line(comparison), flush=True)
     return 0 if comparison["verdict"] in ("identical", "alone") else ResultsDiffer.exit_code
+
+
+def narration_of(experiment: str, root: Path) -> Narration:
+    """How far the experiment has come, from what DVC says of its stages."""
+    known = registry.load(root)
+    runs = known.experiment(experiment).runs
+    return Narration(experiment, runs, known.num_stages(experiment))
+
+
+def summary_table(comparison: dict[str, Any]) -> list[str]:
+    """A line per run: key, result digest, seconds of all its steps where they were measured, and their ratio to the oracle's."""
+    times = {run["run_id"]: _total_time(run) for run in comparison["runs"]}
+    base, width = times.get(comparison.get("oracle", "")), max(len(run) for run in [*times, "run"])
+    lines = [f"{'run':<{width}}  {'result digest':<64}  {'time':>8}  ratio"]
+    for run in comparison["runs"]:
+        time = times[run["run_id"]]
+        ratio = f"{time / base:5.2f}" if time and base else "    -"
+        lines.append(f"{run['run_id']:<{width}}  {run['result_digest']}  {f'{time:.1f} s' if time else '-':>8}  {ratio}")
+    return lines
+
+
+def _total_time(run: dict[str, Any]) -> float | None:
+    """None when some step came from a cache."""
+    steps = [values.get("perf/step_time") for values in run.get("performance", {}).values()]
+    return sum(steps) if steps and None not in steps else None
 
 
 def verdict_line(comparison: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 from pipeline.digest import read_json, write_bytes
 from pipeline.evidence.chain import RunFiles
 from pipeline.evidence.compare import ExperimentId, RunRecord, compare, write_comparison
-from pipeline.evidence.performance import executed_or_cached, read_performance
+from pipeline.evidence.performance import executed_or_cached, read_performance, verification
+from pipeline.evidence.recorded import recorded_object
 from pipeline.evidence.report import render
 from pipeline.evidence.run_summary import read_samples
 from pipeline.layout import stage_mesh
@@ -23,14 +25,16 @@ def run(
     paths: Paths,
     output: Path,
     executions: Mapping[str, dict[str, Any]] | None = None,
+    command: str | None = None,
 ) -> dict[str, Any]:
     """Writes comparison.json and comparison.html into folder `output` and returns the record, whatever its verdict.
 
     runs: {run key: its whole configuration}; validations: {run key: its validation.json}; executions: {run key: the execution half of
-    its configuration as plain values, for the report}.
+    its configuration as plain values, for the report}; command: name of the `verify=fresh` command that runs this, if one does.
     """
     records = [_record(key, cfg, validations[key], paths, (executions or {}).get(key, {})) for key, cfg in runs.items()]
-    record = compare(records, experiment)
+    fresh = verification([record.files for record in records], command)
+    record = compare(records, experiment, recorded_object(paths.environment), fresh)
     write_comparison(output / "comparison.json", record)
     write_bytes(output / "comparison.html", render(record).encode())
     return record
@@ -53,7 +57,7 @@ def rank_main(args: dict[str, Any]) -> dict[str, Any]:
     validations = {run_key: known.paths.validation(key, run_key) for run_key in group.runs}
     experiment = ExperimentId(key, group.digest, next(iter(configs.values())).kernels.case_id)
     executions = {run_key: execution_half(cfg) for run_key, cfg in configs.items()}
-    record = run(configs, validations, experiment, known.paths, known.paths.report(key), executions)
+    record = run(configs, validations, experiment, known.paths, known.paths.report(key), executions, os.environ.get("LOCKSTEP_FRESH"))
     return {"verdict": record["verdict"]}
 
 

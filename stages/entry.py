@@ -94,6 +94,7 @@ class Job:
 
     def write_log(self, content: dict[str, Any]) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        content = content | {"fresh": os.environ.get("LOCKSTEP_FRESH")}  # which `verify=fresh` command has executed this
         self.log.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
 
     @contextlib.contextmanager

@@ -7,6 +7,7 @@ written, byte by byte: each iteration calls their functions. A run that was inte
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import sys
 import time
@@ -45,7 +46,10 @@ class Journal:
         self.job, self.path = job, job.paths.logs(job.key) / "segment.json"
         folders = job.checkpoint / "tensors.json", job.paths.prompts(job.cfg.checkpoint.name, job.cfg.data.name) / "prompts.jsonl"
         sources = [sha256_file(path) for path in (*folders, job.paths.environment)]
-        self.entry = {"path": str(self.path), "source": sha256_json([asdict(job.cfg), fingerprint({}), *sources])}
+        self.entry = {
+            "path": str(self.path),
+            "source": sha256_json([asdict(job.cfg), fingerprint({}), os.environ.get("LOCKSTEP_FRESH"), *sources]),
+        }
 
     def resume(self) -> int:
         """Iterations that are complete. Without any, what lies in the run's folder is of another time, and goes."""
@@ -69,7 +73,7 @@ def rank_main(args: dict[str, Any]) -> dict[str, Any]:
     launch, world_size = job.cfg.launch, job.mesh_shape.world_size
     ranks.start_process(world_size, launch.threads, launch.kernel_build)
     side = SideBySide(job, *(ranks.mesh_of(shape, world_size) for shape in (stage_mesh(job.cfg.layout, "rollout"), job.mesh_shape)))
-    progress = Progress(job.key, args["stop"] - args["first"], "iterations") if side.mesh.rank == 0 else contextlib.nullcontext()
+    progress = Progress(f"{job.key} iterations", args["stop"] - args["first"]) if side.mesh.rank == 0 else contextlib.nullcontext()
     with progress as bar:
         for iteration in range(args["first"], args["stop"]):
             side.run(iteration)

@@ -41,7 +41,7 @@ def test_equal_runs_are_identical(experiment):
         assert record[name] and all(row["bitwise_equal"] for row in record[name]), name
     assert [row["step"] for row in record["metric_comparisons"]] == [None, 0, None, 1]
     assert all(row["exactly_equal"] and len(row["norms"]) == 3 for row in record["gradient_norm_comparisons"])
-    assert summary_line(record) == f"identical: 3 layouts (tp1cp1dp1, tp2, cp2dp2z3), result digest {record['result_digest']}"
+    assert summary_line(record) == f"identical: 3 layouts (tp1cp1dp1, tp2, cp2dp2), result digest {record['result_digest']}"
 
 
 def test_result_digest_can_be_recomputed_from_the_report(experiment):

@@ -170,19 +170,29 @@ def test_dvc_yaml_resolves_and_every_file_it_names_is_there():
 
 # --- around DVC --------------------------------------------------------------------------------------------------------------
 def comparison(verdict: str) -> dict:
-    runs = [{"run_id": "tiny-tp1cp1dp1", "result_digest": "aa"}, {"run_id": "tiny-tp2", "result_digest": "ab"}]
-    return {"verdict": verdict, "result_digest": "aa", "reasons": ["iteration 2, weights: ..."], "runs": runs}
+    times = {"tiny-tp1cp1dp1": ("aa", (0.5, 1.5)), "tiny-tp2": ("ab", (1.0, 2.0)), "tiny-cp2": ("aa", (1.0, None))}
+    runs = [
+        {"run_id": key, "result_digest": digest, "performance": {str(i): {"perf/step_time": t} for i, t in enumerate(steps)}}
+        for key, (digest, steps) in times.items()
+    ]
+    result = {"verdict": verdict, "result_digest": "aa", "reasons": ["iteration 2, weights: ..."], "oracle": "tiny-tp1cp1dp1"}
+    return {**result, "runs": runs}
 
 
 def test_verdicts_and_exit_codes(tmp_path, capsys, monkeypatch):
     asked = []
-    monkeypatch.setattr(repro, "run_dvc", lambda targets, root: asked.append(targets))
+    monkeypatch.setattr(repro, "run_dvc", lambda targets, root, _: asked.append(targets))
     for key, verdict in (("same", "identical"), ("other", "different")):
         path = tmp_path / "reports" / key / "comparison.json"
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps(comparison(verdict)))
     assert repro.verdict_of("same", tmp_path) == 0
-    assert capsys.readouterr().out == "tiny-tp1cp1dp1  aa\ntiny-tp2        ab\nidentical: aa\n"
+    table, report, verdict = (lines := capsys.readouterr().out.splitlines())[:-2], lines[-2], lines[-1]
+    assert [line.split() for line in table] == [
+        ["run", "result", "digest", "time", "ratio"], ["tiny-tp1cp1dp1", "aa", "2.0", "s", "1.00"], ["tiny-tp2", "ab", "3.0", "s", "1.50"],
+        ["tiny-cp2", "aa", "-", "-"],
+    ]  # fmt: skip
+    assert (report, verdict) == ("report: reports/same/comparison.html", "identical: aa")
     assert repro.verdict_of("other", tmp_path) == ResultsDiffer.exit_code == 3
     assert "different: iteration 2, weights: ...\n" in capsys.readouterr().out
     assert asked == [["config", "track@same"], ["config", "track@other"]]
@@ -194,7 +204,7 @@ def test_verdicts_and_exit_codes(tmp_path, capsys, monkeypatch):
     "stage, key, stage_exit_code, believed", [("track", "tiny", 3, True), ("track", "tiny", 1, False), ("track", "other", 3, False)]
 )
 def test_an_old_verdict_is_not_read_after_a_failure(tmp_path, capsys, monkeypatch, stage, key, stage_exit_code, believed):
-    def failing(targets, root):
+    def failing(targets, root, experiment):
         raise repro.StageFailed(f"{stage} {key}: ...", stage_exit_code, stage, key)
 
     monkeypatch.setattr(repro, "run_dvc", failing)

@@ -23,6 +23,25 @@ QUANTITIES = (
     "advantages", "rollout_metrics", None, "exp_avg", "exp_avg_sq", "weights",
 )  # fmt: skip
 STEP_QUANTITIES = ("metrics", "gradients", "gradient_norm")
+# What each link is made from: quantities of the same iteration, or of the one before it.
+PARENTS = {
+    "prompts": (),
+    "tokens": ("prompts", "previous.weights"),
+    "rollout_logprob": ("tokens", "previous.weights"),
+    "rewards": ("prompts", "tokens"),
+    "rollout_metrics": ("tokens", "rewards"),
+    "reference_logprob": ("tokens", "first.weights"),
+    "old_logprob": ("tokens", "previous.weights"),
+    "current_logprob": ("tokens", "previous.weights"),
+    "entropy": ("tokens", "previous.weights"),
+    "advantages": ("rewards",),
+    "metrics": ("rollout_logprob", "reference_logprob", "old_logprob", "current_logprob", "entropy", "advantages"),
+    "gradients": ("tokens", "current_logprob", "old_logprob", "reference_logprob", "advantages", "previous.weights"),
+    "gradient_norm": ("gradients",),
+    "exp_avg": ("gradients", "gradient_norm", "previous.exp_avg"),
+    "exp_avg_sq": ("gradients", "gradient_norm", "previous.exp_avg_sq"),
+    "weights": ("exp_avg", "exp_avg_sq", "previous.weights"),
+}
 GRADIENT_NORM = "train/grad_norm"
 REQUIRED_METRICS = ("train/loss", GRADIENT_NORM, "train/step")  # a step that does not report these proves nothing
 

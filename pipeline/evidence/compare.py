@@ -12,13 +12,14 @@ from typing import Any
 
 from pipeline.digest import write_json
 from pipeline.evidence import sections
-from pipeline.evidence.chain import Evidence, RunFiles, read_evidence
+from pipeline.evidence.chain import PARENTS, Evidence, RunFiles, read_evidence
 from pipeline.evidence.first_difference import find_first_difference
-from pipeline.evidence.run_summary import completions, steps, tokens
+from pipeline.evidence.run_summary import completions, count_logprobs, steps, token_logprobs, tokens
 from pipeline.evidence.validation import check_schema
 
 SCHEMA_VERSION = "lockstep.comparison.v1"
 ORACLE_LAYOUT = "tp1cp1dp1"
+SUMMARY_RUNS = 8  # that the one-line summary names
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,13 @@ class ExperimentId:
     expected_digest: str | None = None  # the golden digest, where one is stated
 
 
-def compare(runs: Sequence[RunRecord], experiment: ExperimentId) -> dict[str, Any]:
-    """The comparison record. Raises ValueError without runs; a bad run is a verdict, not an exception."""
+def compare(
+    runs: Sequence[RunRecord], experiment: ExperimentId, environment: dict[str, Any] | None = None, verification: str = "cached"
+) -> dict[str, Any]:
+    """The comparison record. Raises ValueError without runs; a bad run is a verdict, not an exception.
+
+    environment: what env.json says of this machine's packages; verification: "fresh" when nothing of it came from a cache.
+    """
     if not runs:
         raise ValueError(f"experiment {experiment.name}: no runs to compare")
     cache: dict = {}
@@ -56,10 +62,12 @@ def compare(runs: Sequence[RunRecord], experiment: ExperimentId) -> dict[str, An
         "adam_state_comparisons": [sections.adam_state(evidence, i) for i in iterations],
         "all_parameter_hash_comparisons": [sections.parameters(evidence, i) for i in (0, *iterations)],
         "case": experiment.case,
+        "chain_parents": {name: list(parents) for name, parents in PARENTS.items()},
+        "environment": environment,
         "expected_digest": experiment.expected_digest,
         "experiment": experiment.name,
         "experiment_digest": experiment.digest,
-        "first_difference": difference,
+        "first_difference": difference and {**difference, "readbacks": [ran(run.validation) for run in runs_of(difference, runs)]},
         "gradient_hash_comparisons": [sections.gradients(evidence, *place) for place in updates],
         "gradient_norm_comparisons": [sections.gradient_norm(evidence, *place) for place in updates],
         "logprob_comparisons": [sections.logprobs(evidence, i) for i in iterations],
@@ -67,10 +75,35 @@ def compare(runs: Sequence[RunRecord], experiment: ExperimentId) -> dict[str, An
         "oracle": runs[oracle].files.key,
         "reasons": reasons,
         "result_digest": evidence[oracle].result_digest if verdict != "different" else None,
-        "runs": [run_section(run, own) for run, own in zip(runs, evidence)],
+        "runs": [run_section(run, own, experiment.name) for run, own in zip(runs, evidence)],
         "schema_version": SCHEMA_VERSION,
+        "token_logprobs": token_logprobs(runs[oracle].files),
         "tokens_equal": sections.tokens_equal(evidence),
+        "totals": totals(evidence),
         "verdict": verdict,
+        "verification": verification,
+    }
+
+
+def runs_of(difference: dict[str, Any], runs: Sequence[RunRecord]) -> list[RunRecord]:
+    return [run for key in difference["runs"] for run in runs if run.files.key == key]
+
+
+def ran(validation: dict[str, Any]) -> dict[str, Any]:
+    """What a run's processes reported, side by side with another's: {side: {module: backend ids}, ...} and the kernel builds."""
+    frameworks = validation["runtime_readbacks"]["frameworks"]
+    modules = {side: {name: module["backend_ids"] for name, module in own["modules"].items()} for side, own in frameworks.items()}
+    return {"kernel_builds": {side: own["kernel_builds"] for side, own in frameworks.items()}, "modules": modules}
+
+
+def totals(evidence: list[Evidence]) -> dict[str, int]:
+    """How much was held against the oracle."""
+    links = [link for own in evidence for link in own.links]
+    return {
+        "iterations": sections.num_iterations(evidence),
+        "layouts": len(evidence),
+        "logprobs": sum(count_logprobs(own.files) for own in evidence),
+        "tensors": sum(len(link.parts) for link in links if link.source or link.quantity == "gradients"),
     }
 
 
@@ -82,7 +115,7 @@ def write_comparison(path: Path, comparison: dict[str, Any]) -> None:
 def summary_line(comparison: dict[str, Any]) -> str:
     """The verdict as the command prints it."""
     runs = comparison["runs"]
-    layouts = ", ".join(run["layout"] for run in runs)
+    layouts = ", ".join(run["label"] for run in runs[:SUMMARY_RUNS]) + (", …" if len(runs) > SUMMARY_RUNS else "")
     match comparison["verdict"]:
         case "identical":
             return f"identical: {len(runs)} layouts ({layouts}), result digest {comparison['result_digest']}"
@@ -117,12 +150,13 @@ def find_reasons(runs: Sequence[RunRecord], evidence: list[Evidence], difference
     return reasons
 
 
-def run_section(run: RunRecord, own: Evidence) -> dict[str, Any]:
+def run_section(run: RunRecord, own: Evidence, experiment: str) -> dict[str, Any]:
     return {
         "chain": own.chain,
         "completions": completions(run.files),
         "executed_or_cached": run.executed,
         "execution": run.execution,
+        "label": run.files.key.removeprefix(f"{experiment}-"),
         "layout": run.validation["layout"],
         "performance": run.performance,
         "result_digest": own.result_digest,

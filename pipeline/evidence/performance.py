@@ -73,15 +73,26 @@ def executed_or_cached(files: RunFiles) -> dict[str, str]:
     return {stage: "executed" if all(_timings(files, i, stage) for i in numbers) else "cached" for stage in stages}
 
 
+def verification(runs: Sequence[RunFiles], command: str | None) -> str:
+    """ "fresh" when every stage of every iteration was executed by the `verify=fresh` command of that name; else "cached"."""
+    places = [(files, i, stage) for files in runs for i in range(1, files.iterations + 1) for stage in ("rollout", "ref_logprob", "train")]
+    return "fresh" if command and all(_log(*place).get("fresh") == command for place in places) else "cached"
+
+
 def _total(times: Sequence[float | None]) -> float | None:
     known = [time for time in times if time is not None]
     return sum(known) if len(known) == len(times) else None
 
 
 def _timings(files: RunFiles, iteration: int, stage: str) -> dict[str, float]:
+    return _log(files, iteration, stage).get("timings", {})
+
+
+def _log(files: RunFiles, iteration: int, stage: str) -> dict[str, Any]:
+    """The log of a stage, if it is that of the output which lies there now; else empty."""
     try:
         log = read_json(files.logs(iteration) / f"{stage}.json")
         same = log.get("output") == sha256_folder(files.iteration(iteration) / stage)
     except (OSError, ValueError):
         return {}
-    return log.get("timings", {}) if same else {}
+    return log if same else {}
