@@ -15,6 +15,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from pipeline import compose, environment, registry, repro
+from pipeline.config import experiment_half
+from pipeline.digest import sha256_json
 from pipeline.errors import LayoutError, UserError
 from pipeline.registry import Run
 
@@ -38,7 +40,10 @@ def main() -> int:
         return 0
     try:
         fresh = {run.experiment for run in runs if run.config.verify == "fresh"}
-        return max(repro.verdict_of(key, fresh=key in fresh) for key in experiments)
+        code = max([repro.verdict_of(key, fresh=key in fresh) for key in experiments])
+        for keys in case_sweeps(runs):
+            repro.print_case_matrix(keys)
+        return code
     except UserError as error:
         return report(error)
 
@@ -110,6 +115,15 @@ def composed(jobs: list[list[str]]) -> list[Run]:
         with repro.one_at_a_time():  # running stages read params.yaml, too
             registry.upsert(runs.values(), compose.compose_run)
     return list(runs.values())
+
+
+def case_sweeps(runs: list[Run]) -> list[list[str]]:
+    """Experiments of the command that differ in their kernels only, where R/R is among them."""
+    groups: dict[str, dict[str, str]] = {}
+    for run in runs:
+        rest = {key: value for key, value in experiment_half(run.config).items() if key != "kernels"}
+        groups.setdefault(sha256_json(rest), {})[run.config.kernels.case_id] = run.experiment
+    return [list(group.values()) for group in groups.values() if len(group) > 1 and "R/R" in group]
 
 
 def report(error: UserError) -> int:

@@ -152,6 +152,16 @@ def verdict_line(comparison: dict[str, Any]) -> str:
             return f"different: {comparison['reasons'][0]}"
 
 
+def print_case_matrix(experiments: list[str], root: Path = ROOT) -> None:
+    """Of experiments that differ in their kernels: what each case breaks and costs, on stdout and as a report."""
+    from pipeline.evidence.cases import table, write_case_matrix
+
+    comparisons = [read_comparison(Paths(root).comparison(key)) for key in experiments]
+    folder = Paths(root).report(f"{experiments[0]}-cases")
+    print(*table(write_case_matrix(folder, comparisons)), sep="\n")
+    print(f"report: {(folder / 'cases.html').relative_to(root)}", flush=True)
+
+
 def read_comparison(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise MissingPrerequisite(f"{path.name}: {path.parent} has none; run `dvc repro` and look at its first error")
