@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from dataclasses import fields, is_dataclass, replace
@@ -43,13 +44,16 @@ def test_every_layout_of_every_experiment_composes(experiment):
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_an_experiments_own_layouts_are_valid_and_one_experiment(experiment):
+def test_an_experiments_own_sweep_is_valid_and_one_experiment(experiment):
     composed = hydra.compose("config", [f"experiment={experiment}"], return_hydra_config=True)
-    layouts = composed.hydra.sweeper.params.layout.split(",")
-    runs = [compose.compose_run([f"experiment={experiment}", f"layout={layout}"]) for layout in layouts]
-    assert len({run.key for run in runs}) == len(layouts) > 1
-    assert {run.experiment for run in runs} == {experiment}
-    assert len({experiment_digest(run.config) for run in runs}) == 1
+    axes = [[f"{axis}={value}" for value in values.split(",")] for axis, values in composed.hydra.sweeper.params.items()]
+    runs = [compose.compose_run([f"experiment={experiment}", *choices]) for choices in itertools.product(*axes)]
+    assert len({run.key for run in runs}) == len(runs) > 1
+    digests: dict[str, set[str]] = {}  # kernels decide bits: each case is an experiment of its own
+    for run in runs:
+        assert run.experiment.startswith(experiment)
+        digests.setdefault(run.config.kernels.case_id, set()).add(experiment_digest(run.config))
+    assert all(len(own) == 1 for own in digests.values())
 
 
 @pytest.mark.parametrize("group", ["checkpoint", "data", "objective", "kernels", "tracking"])
