@@ -148,10 +148,10 @@ def parse(stage: str, argv: list[str] | None = None) -> Job:
     return Job(stage, args.key, args.iteration)
 
 
-def run(main: Callable[[Job], None], stage: str) -> None:
+def run(main: Callable[[Any], None], stage: str, parse: Callable[[str], Job] = parse) -> None:
     """Runs a stage's main(job): a user's fault is one line and its exit code, ours is a full traceback.
 
-    DVC hides exit codes, so the reason is also left where `python -m pipeline` looks for it.
+    DVC hides exit codes, so the reason is also left where `python -m pipeline` looks for it. parse: makes the job from the command line.
     """
     job: Job | None = None
     try:

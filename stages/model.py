@@ -84,17 +84,26 @@ class Weight(nn.Module):
         self.weight = nn.Parameter(torch.empty(*shape))
 
 
+class Norm(Weight):
+    def __init__(self, size: int, par: Parallel, eps: float):
+        super().__init__(size)
+        self.par, self.eps = par, eps
+
+    def forward(self, x: Tensor, tiles: Tensor) -> Tensor:
+        return norm(self.par, x, self.weight, self.eps, tiles)
+
+
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig, par: Parallel, layer: int, ops: Ops, readback: Readback):
         super().__init__()
         s, tp = config.shape, par.mesh.shape.tp
         self.par, self.layer, self.ops, self.readback = par, layer, ops, readback
-        self.head_dim, self.eps, self.scale = s.head_dim, config.rms_norm_eps, s.head_dim**-0.5
+        self.head_dim, self.scale = s.head_dim, s.head_dim**-0.5
         q, kv = s.num_heads // tp * s.head_dim, s.num_kv_heads // tp * s.head_dim
         self.q_proj, self.k_proj, self.v_proj = Weight(q, s.hidden), Weight(kv, s.hidden), Weight(kv, s.hidden)
         self.o_proj = Weight(s.hidden, q)
-        self.q_norm = Weight(s.head_dim) if config.qk_norm else None
-        self.k_norm = Weight(s.head_dim) if config.qk_norm else None
+        self.q_norm = Norm(s.head_dim, par, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = Norm(s.head_dim, par, config.rms_norm_eps) if config.qk_norm else None
         self.joined: Tensor | None = None  # q, k and v as one weight (see CausalLM.join_projections)
 
     def forward(self, x: Tensor, positions: Tensor, tiles: Tensor, tables: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
@@ -107,8 +116,7 @@ class Attention(nn.Module):
             q, k, v = self.ops.column(x, (self.joined,), (), tiles)[0].split([len(w) for w in weights], 1)
         q, k, v = (y.unflatten(1, (y.shape[1] // self.head_dim, self.head_dim)) for y in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
-            q = norm(par, q, self.q_norm.weight, self.eps, tiles)
-            k = norm(par, k, self.k_norm.weight, self.eps, tiles)
+            q, k = self.q_norm(q, tiles), self.k_norm(k, tiles)
         o = attend(self, rotate(q, positions, *tables), rotate(k, positions, *tables), v)
         return self.ops.row(o.flatten(1), self.o_proj.weight, par.heads, tiles)
 
@@ -137,15 +145,6 @@ def _joined(*weights: nn.Parameter) -> Tensor:
     for weight, part in zip(weights, joined.split([len(w) for w in weights])):
         weight.data = part
     return joined
-
-
-class Norm(Weight):
-    def __init__(self, size: int, par: Parallel, eps: float):
-        super().__init__(size)
-        self.par, self.eps = par, eps
-
-    def forward(self, x: Tensor, tiles: Tensor) -> Tensor:
-        return norm(self.par, x, self.weight, self.eps, tiles)
 
 
 class DecoderLayer(nn.Module):

@@ -35,15 +35,15 @@ def rank_main(args: dict[str, Any]) -> dict[str, Any]:
     return {"update_weights_time": loaded - started, "rollout_time": seconds, "peak_memory": ranks.peak_memory()}
 
 
-def build_engine(job: entry.Job, mesh: Mesh) -> LockstepEngine:
-    """Without weights yet."""
+def build_engine(job: entry.Job, mesh: Mesh, kind: type[LockstepEngine] | None = None) -> LockstepEngine:
+    """Without weights yet. kind: a subclass, to look at what the engine does."""
     from stages import ranks
     from stages.engine import LockstepEngine
     from stages.fetch import stop_token_ids
     from stages.model import implementations
 
     model = ranks.build_model(job.checkpoint, mesh, job.cfg, implementations(job.cfg.kernels, "rollout"))
-    return LockstepEngine(model, set(stop_token_ids(job.checkpoint)), job.cfg.layout.rollout.batch_size)
+    return (kind or LockstepEngine)(model, set(stop_token_ids(job.checkpoint)), job.cfg.layout.rollout.batch_size)
 
 
 def sample(job: entry.Job, engine: LockstepEngine, folder: Path, readbacks: Path) -> float:

@@ -40,8 +40,8 @@ def rank_main(args: dict[str, Any]) -> dict[str, Any]:
     return {**times, "peak_memory": ranks.peak_memory()}
 
 
-def build_trainer(job: entry.Job, mesh: Mesh) -> Trainer:
-    """With the weights and the state that the iteration starts from."""
+def build_trainer(job: entry.Job, mesh: Mesh, kind: type[Trainer] | None = None) -> Trainer:
+    """With the weights and the state that the iteration starts from. kind: a subclass, to look at what the trainer does."""
     from stages import ranks
     from stages.model import implementations
     from stages.trainer import Trainer
@@ -51,7 +51,7 @@ def build_trainer(job: entry.Job, mesh: Mesh) -> Trainer:
     model = ranks.build_model(step.weights_in, mesh, cfg, implementations(cfg.kernels, "training"), trained=True)
     load_slices(model, read_weights(step.weights_in))
     total_steps = cfg.iterations * cfg.objective.num_updates
-    trainer = Trainer(model, cfg.optimizer, mesh, cfg.layout.zero, cfg.numerics, total_steps)
+    trainer = (kind or Trainer)(model, cfg.optimizer, mesh, cfg.layout.zero, cfg.numerics, total_steps)
     trainer.load_state(step.state_in)
     return trainer
 

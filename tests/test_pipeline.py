@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from working_copy import ROOT, make_working_copy, pipeline
 
-ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = re.search(r"^identical: ([0-9a-f]{64})$", (ROOT / "README.md").read_text(), re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory) -> Path:
-    """A working copy with an empty cache."""
-    folder = tmp_path_factory.mktemp("clone") / "lockstep"
-    leave = shutil.ignore_patterns(".git", ".venv", "runs", "reports", "logs", "cache", "tmp", "mlflow.db*", "__pycache__", "dvc.lock")
-    shutil.copytree(ROOT, folder, ignore=leave)
-    subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
-    return folder
-
-
-def pipeline(folder: Path, *args: str) -> tuple[int, str]:
-    """Exit code, and stdout with stderr's end for the message of a failing test."""
-    env = os.environ | {"PYTHONPATH": "", "MLFLOW_TRACKING_URI": ""}
-    command = [sys.executable, "-m", "pipeline", *args, "tracking=none"]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
-    return done.returncode, done.stdout or done.stderr[-2000:]
+    return make_working_copy(tmp_path_factory.mktemp("clone") / "lockstep")
 
 
 def test_layouts_and_kernel_builds_end_in_the_golden_digest(clone):
