@@ -40,6 +40,9 @@ class Paths:
         """One file per run, all below one folder: DVC's comparison depends on that folder, whatever runs there are."""
         return self.report(experiment) / "runs" / key / "validation.json"
 
+    def chain(self, experiment: str, key: str) -> Path:
+        return self.validation(experiment, key).with_name("chain.json")
+
     def comparison(self, experiment: str) -> Path:
         return self.report(experiment) / "comparison.json"
 

@@ -203,7 +203,10 @@ def build(runs: Iterable[Run], digest: str, files: Paths) -> dict[str, Any]:
             content["steps"] |= {step_key(run.key, i): _step_entry(run, i, files) for i in range(1, run.config.iterations + 1)}
         else:
             content["segments"][run.key] = folders
-        content["validations"][run.key] = folders | {"output": relative(files.validation(run.experiment, run.key), files)}
+        content["validations"][run.key] = folders | {
+            "output": relative(files.validation(run.experiment, run.key), files),
+            "chain": relative(files.chain(run.experiment, run.key), files),
+        }
         group = content["experiments"].setdefault(run.experiment, {"digest": experiment_digest(run.config), "runs": []})
         if group["digest"] != experiment_digest(run.config):
             raise UserError(

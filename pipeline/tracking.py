@@ -222,6 +222,7 @@ def _run_tags(run: dict[str, Any]) -> dict[str, Any]:
     if validation["errors"]:
         tags["validation_error"] = validation["errors"][0]
     for element in run["chain"]:
+        tags[f"chain.i{element['iteration']:04d}"] = element["digest"]
         tags[f"weights.weight_v{element['iteration'] + 1:06d}"] = element["quantities"].get("weights")
         if element["quantities"].get("tokens"):
             tags[f"tokens.i{element['iteration']:04d}"] = element["quantities"]["tokens"]

@@ -9,6 +9,7 @@ from typing import Any
 
 from pipeline.digest import read_json, write_bytes
 from pipeline.evidence.chain import RunFiles
+from pipeline.evidence.charts import write_curves, write_metrics
 from pipeline.evidence.compare import ExperimentId, RunRecord, compare, write_comparison
 from pipeline.evidence.performance import executed_or_cached, read_performance, verification
 from pipeline.evidence.recorded import recorded_object
@@ -37,6 +38,8 @@ def run(
     record = compare(records, experiment, recorded_object(paths.environment), fresh)
     write_comparison(output / "comparison.json", record)
     write_bytes(output / "comparison.html", render(record).encode())
+    write_metrics(output / "metrics.json", record)
+    write_curves(output / "curves", record)
     return record
 
 

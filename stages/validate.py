@@ -1,19 +1,24 @@
-"""Validate one run: everything that its stages left behind, against its configuration and against itself."""
+"""Validate one run: everything that its stages left behind, against its configuration and against itself; and its hash chain."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from pipeline.evidence.chain import RunFiles
+from pipeline.digest import write_json
+from pipeline.evidence.chain import PARENTS, RunFiles, read_evidence
 from pipeline.evidence.validation import validate, write_validation
 from pipeline.paths import Paths
 
 
 def run(cfg: Any, key: str, paths: Paths, output: Path) -> dict[str, Any]:
-    """Writes the validation record of run `key` to `output` and returns it. A failed validation is a result, not an exception."""
-    record = validate(cfg, RunFiles.of(cfg, key, paths))
+    """Writes the validation record of run `key` to `output`, its chain beside it, and returns the record. A failed validation is a result,
+    not an exception."""
+    evidence = read_evidence(RunFiles.of(cfg, key, paths))
+    record = validate(cfg, evidence.files, evidence)
     write_validation(output, record)
+    parents = {name: list(of) for name, of in PARENTS.items()}
+    write_json(output.with_name("chain.json"), {"chain": evidence.chain, "parents": parents, "result_digest": evidence.result_digest})
     return record
 
 
