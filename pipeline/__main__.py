@@ -1,12 +1,13 @@
 """The one command: compose the configuration, check it, register its runs in params.yaml, let DVC run what changed, say the verdict.
 
 `python -m pipeline --help` explains it. Hydra only composes and sweeps: every job of a multirun adds its overrides to a list, and when all
-of them are known to be valid, one `dvc repro` an experiment runs them, one after another on the same fork server. Hydra's launchers have
-nothing to do.
+of them are known to be valid, one `dvc repro` an experiment runs them, one after another on the same fork server; --jobs has them made side
+by side before. Hydra's launchers have nothing to do.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 
@@ -14,7 +15,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from pipeline import compose, environment, registry, repro
+from pipeline import compose, environment, parallel, registry, repro
 from pipeline.config import experiment_half
 from pipeline.digest import sha256_json
 from pipeline.errors import LayoutError, UserError
@@ -24,9 +25,10 @@ from pipeline.registry import Run
 def main() -> int:
     if sys.argv[1:2] == ["--forget"]:
         return forget(sys.argv[2:])
-    register_only = "--register" in sys.argv
-    sys.argv = [arg for arg in sys.argv if arg != "--register"]
+    own, sys.argv[1:] = options().parse_known_args()
     try:
+        if own.jobs != 1 or own.launcher != "basic":
+            parallel.check(own.jobs, own.launcher)
         jobs = command_lines()
         if not jobs:
             return 0  # --cfg, --info: printed already
@@ -36,16 +38,29 @@ def main() -> int:
     environment.refresh()
     experiments = list(dict.fromkeys(run.experiment for run in runs))
     print(f"params.yaml: {', '.join(run.key for run in runs)}", file=sys.stderr)
-    if register_only:
+    if own.register:
         return 0
     try:
         fresh = {run.experiment for run in runs if run.config.verify == "fresh"}
+        if own.jobs > 1 or own.launcher != "basic":
+            if fresh:
+                raise UserError("verify=fresh: executes every stage in this clone; leave --jobs and --launcher out")
+            parallel.run_ahead([run.key for run in runs], own.jobs, own.launcher)
         code = max([repro.verdict_of(key, fresh=key in fresh) for key in experiments])
         for keys in case_sweeps(runs):
             repro.print_case_matrix(keys)
         return code
     except UserError as error:
         return report(error)
+
+
+def options() -> argparse.ArgumentParser:
+    """Ours beside Hydra's; its --help names them."""
+    parser = argparse.ArgumentParser(prog="python -m pipeline", add_help=False, allow_abbrev=False)
+    parser.add_argument("--register", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--launcher", default="basic")
+    return parser
 
 
 def forget(keys: list[str]) -> int:
