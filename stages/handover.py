@@ -12,6 +12,8 @@ from stages.engine import LockstepEngine
 from stages.mesh import Mesh
 from stages.trainer import Trainer
 
+BUCKET_NUMEL = 1 << 24  # 64 MiB of fp32
+
 
 def hand_over(trainer: Trainer, engine: LockstepEngine | None, rollout: Mesh, version: str) -> None:
     """Collective over the trainer's ranks, of which the first have an engine. rollout: the engine's mesh."""
@@ -27,12 +29,26 @@ def hand_over(trainer: Trainer, engine: LockstepEngine | None, rollout: Mesh, ve
             pass
 
 
-def broadcast_weights(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole fp32 tensor) on every rank, one in memory at a time."""
+def broadcast_weights(trainer: Trainer, bucket_numel: int = BUCKET_NUMEL) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole fp32 tensor) on every rank, a bucket of them in memory at a time: small tensors share one broadcast."""
+    names: list[str] = []
+    wholes: list[Tensor] = []  # on rank 0
+    size = 0
     for name, whole in trainer.whole_tensors():
-        if trainer.mesh.shape.world_size > 1:
-            shape = trainer.slices.whole_shape(name, trainer.shapes[name])
-            whole = torch.empty(shape) if whole is None else whole.contiguous()
-            dist.broadcast(whole, 0)
-        assert whole is not None
-        yield name, whole
+        names.append(name)
+        wholes += [] if whole is None else [whole]
+        size += trainer.slices.whole_shape(name, trainer.shapes[name]).numel()
+        if size >= bucket_numel:
+            yield from _broadcast(trainer, names, wholes)
+            names, wholes, size = [], [], 0
+    yield from _broadcast(trainer, names, wholes)
+
+
+def _broadcast(trainer: Trainer, names: list[str], wholes: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    shapes = [trainer.slices.whole_shape(name, trainer.shapes[name]) for name in names]
+    if trainer.mesh.shape.world_size > 1 and names:
+        sizes = [shape.numel() for shape in shapes]
+        flat = torch.cat([whole.reshape(-1) for whole in wholes]) if wholes else torch.empty(sum(sizes))
+        dist.broadcast(flat, 0)
+        wholes = [part.view(shape) for part, shape in zip(flat.split(sizes), shapes)]
+    yield from zip(names, wholes, strict=True)
