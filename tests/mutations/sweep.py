@@ -1,0 +1,160 @@
+"""Every value that a run has stored, one after the other: each tensor by one ULP in one element, each value in a JSON file by its last digit."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.digest import write_json
+from tests.mutations.elements import Stored, stored_tensors
+from tests.mutations.runs import Runs
+from tests.mutations.verdicts import Expected
+
+ROLLOUT = {
+    "prompt_ids": "prompts", "sample_index": "prompts", "prompt_lengths": "prompts", "tokens": "tokens", "lengths": "tokens",
+    "finish": "tokens", "logprobs": "rollout_logprob", "rewards": "rewards",
+}  # fmt: skip
+TRAIN = {"old": "old_logprob", "current": "current_logprob", "entropy": "entropy", "advantages": "advantages"}
+SUMMARY = {
+    "tokens_sha256": "tokens_sha256 of the rollout's summary", "completions_sha256": "sha256 of completions.jsonl",
+    "weight_version": "weight_version of the rollout", "sample_count": "sample_count", "token_count": "token_count",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mutation:
+    name: str
+    group: str
+    change: Callable[[], None]
+    expected: Expected
+
+
+def sweep(runs: Runs, key: str, every_rank: bool = True) -> Iterator[Mutation]:
+    """Mutations of run `key`, and of the checkpoint. every_rank: otherwise readbacks of each stage's last rank only, which are alike."""
+    yield from tensor_mutations(runs, key)
+    yield from json_mutations(runs, key, every_rank)
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------------------
+def tensor_mutations(runs: Runs, key: str) -> Iterator[Mutation]:
+    for folder in (runs.paths.run(key), runs.paths.checkpoint(runs.checkpoint)):
+        for path in sorted(folder.rglob("*.safetensors")):
+            place = path.relative_to(folder).as_posix()
+            for tensor in (t for t in stored_tensors(path) if t.count):  # a rank without tokens has a sidecar without elements
+                flat = tensor.chosen()
+                group, expected = of_tensor("checkpoint" if folder != runs.paths.run(key) else place, place, tensor, flat)
+                yield Mutation(f"{place} {tensor.name}{tensor.index(flat)}", f"one ULP: {group}", lambda t=tensor, i=flat: t.one_ulp(i), expected)
+
+
+def of_tensor(where: str, place: str, tensor: Stored, flat: int) -> tuple[str, Expected]:
+    """(what it is, what must be said). KeyError or ValueError for a tensor that nobody has thought of: it must not go unchecked."""
+    index, name = tensor.index(flat), tensor.name
+    iteration = int(place[1:5]) if re.match(r"i\d{4}/", place) else 0
+
+    def part(quantity: str, tensor_name: str) -> Expected:
+        return Expected({"iteration": iteration, "quantity": quantity, "tensor": tensor_name, "index": index})
+
+    match where.split("/"):
+        case ["checkpoint"]:  # all runs share it; what it should hold stands beside it
+            return "checkpoint", Expected(reason=f"sha256 of 1 tensors is not the hash of the stored bytes (the first: {name})")
+        case [_, "rollout", "completions.safetensors"]:
+            return f"rollout {name}", part(ROLLOUT[name], name)
+        case [_, "ref_logprob", "ref.safetensors"]:
+            return f"reference {name}", part("reference_logprob", name)
+        case [_, "train", "logprobs.safetensors"]:
+            return f"training {name}", part(TRAIN[name], "logprobs" if name in ("old", "current") else name)
+        case [_, "sidecars", _] if name == "slots":
+            return "sidecar slots", Expected(reason=f"{place.rpartition('/')[0]}: ")
+        case [_, "sidecars", _]:
+            return f"sidecar {name}", Expected(reason=f"{place}: 1 {name} logprobs differ from the iteration's (slot ")
+        case ["weights", version, "model.safetensors"]:
+            iteration = int(version.removeprefix("weight_v")) - 1
+            return "weights", part("weights", name)
+        case ["state", version, file]:
+            iteration = int(version.removeprefix("state_v")) - 1
+            return file.removesuffix(".safetensors"), part(file.removesuffix(".safetensors"), name)
+        case _:
+            raise ValueError(f"{place}: a file of tensors that no mutation covers")
+
+
+# --- JSON -------------------------------------------------------------------------------------------------------------------------
+def json_mutations(runs: Runs, key: str, every_rank: bool) -> Iterator[Mutation]:
+    folder = runs.paths.run(key)
+    for path in sorted(folder.rglob("*.json")):
+        place = path.relative_to(folder).as_posix()
+        last = sorted(path.parent.glob("*.json"))[-1]
+        if "/readbacks/" in place and not every_rank and path != last:
+            continue
+        content = json.loads(path.read_text())
+        for keys, value in leaves(content):
+            group, expected = of_value(runs, place, keys, content)
+            change = lambda p=path, k=keys, v=value: write_json(p, replaced(json.loads(p.read_text()), k, last_digit(v)))  # noqa: E731
+            yield Mutation(f"{place} {'.'.join(map(str, keys))}", f"last digit: {group}", change, expected)
+
+
+def leaves(content: Any, keys: tuple = ()) -> Iterator[tuple[tuple, Any]]:
+    """(keys, value) of everything that is no object and no list."""
+    items = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    if not isinstance(content, dict | list):
+        yield keys, content
+    for key, value in items:
+        yield from leaves(value, (*keys, key))
+
+
+def replaced(content: Any, keys: tuple, value: Any) -> Any:
+    place = content
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+    return content
+
+
+def last_digit(value: Any) -> Any:
+    """The next double, integer, or string with another last character."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, float):
+        return math.nextafter(value, math.inf)
+    if isinstance(value, int):
+        return value + 1
+    return f"{value[:-1]}{'0' if value[-1] != '0' else '1'}" if value else "0"
+
+
+def of_value(runs: Runs, place: str, keys: tuple, content: Any) -> tuple[str, Expected]:
+    """(what it is, what must be said). ValueError for a file that nobody has thought of."""
+    iteration = int(place[1:5]) if re.match(r"i\d{4}/", place) else 0
+    match place.split("/"), keys:
+        case [[_, "train", "metrics.json"], [step, metric]]:
+            quantity = "gradient_norm" if metric == "train/grad_norm" else "metrics"
+            place_of = {"iteration": iteration, "step": int(step), "quantity": quantity, "tensor": metric, "index": None}
+            return "metric", Expected(place_of)
+        case [[_, "rollout", "summary.json"], ["metrics", metric]]:
+            return "rollout metric", Expected({"iteration": iteration, "quantity": "rollout_metrics", "tensor": metric})
+        case [[_, "rollout", "summary.json"], [name]]:
+            return "rollout summary", Expected(reason=f"i{iteration:04d}: {SUMMARY[name]} ")
+        case [[_, "train", "hashes.json"], [*position, "gradients", name]]:
+            step = runs.files(runs.other).steps(iteration)[position[1] if position else 0]
+            return "gradient hash", Expected({"iteration": iteration, "step": step, "quantity": "gradients", "tensor": name})
+        case [[_, "train", "hashes.json"], [*_, "grad_norm_hex"]]:
+            return "hash beside the gradients", Expected(reason=f"i{iteration:04d}: grad_norm_hex of step ")
+        case [[_, "train", "hashes.json"], [quantity, *_]]:
+            return "hash beside the gradients", Expected(reason=f"{place}: {quantity} is not the hash of the stored bytes")
+        case [["weights" | "state", _, "tensors.json"], ["sha256", _] | ["digest"]]:
+            return "tensors.json", Expected(reason=f"{place}: digest is not that of its sha256")
+        case [["weights", _, "config.json" | "generation_config.json" as file], _]:
+            return "model file", Expected(reason=f"{place}: is not the checkpoint's {file}")
+        case [["state", _, "step.json"], ["step"]]:
+            return "step.json", Expected(reason=f"{place} is {content['step'] + 1}, expected {content['step']}")
+        case [[_, "readbacks", _, _], ["versions", package]]:
+            return "readback", Expected(reason=f"ranks ran several versions of {package}: ")
+        case [[_, "readbacks", _, _], _]:
+            return "readback", Expected(reason=f"{place}: ")
+        case _:
+            raise ValueError(f"{place} {keys}: a value that no mutation covers")
+
+
