@@ -20,7 +20,12 @@ from stages import validate
 
 LAYERS, VOCAB = 2, 17
 LAYOUTS = {"tp1cp1dp1": Layout(), "tp2": Layout(tp=2, micro_batch=2), "cp2dp2": Layout(cp=2, dp=2, zero=3, packing=False)}
-SHAPES = {"model.embed_tokens.weight": (VOCAB, 4), "model.layers.0.mlp.up_proj.weight": (6, 4), "model.norm.weight": (4,)}
+SHAPES = {
+    "model.embed_tokens.weight": (VOCAB, 4),
+    "model.layers.0.mlp.gate_proj.weight": (6, 4),
+    "model.layers.0.mlp.up_proj.weight": (6, 4),
+    "model.norm.weight": (4,),
+}
 
 
 @dataclass
@@ -159,6 +164,8 @@ def write_train(files: RunFiles, iteration: int, rollout: dict[str, np.ndarray])
     write_json(folder / "metrics.json", metrics)
     version = iteration + 1
     state = {"exp_avg": parameters(2000 + version), "exp_avg_sq": parameters(3000 + version)}
+    for moment in state.values():
+        moment["model.embed_tokens.weight"][3] = 0.0  # a token that never came up
     hashes: dict[str, Any] = save_tensors(files.state(version), state, prefixed=True)
     write_json(files.state(version) / "step.json", {"step": iteration * files.num_updates})
     write_json(files.weights(version) / "config.json", model_config())

@@ -11,7 +11,7 @@ from pipeline.config import Config, experiment_digest
 from pipeline.digest import read_json
 from pipeline.evidence.chain import RunFiles
 from pipeline.evidence.compare import ORACLE_LAYOUT, ExperimentId, RunRecord, compare
-from pipeline.evidence.validation import check_schema, validate, write_validation
+from pipeline.evidence.validation import validate, write_validation
 from pipeline.layout import layout_name
 from pipeline.paths import ROOT, Paths
 from stages import compare as compare_stage
@@ -44,7 +44,11 @@ class Runs:
     def iterations(self) -> range:
         return range(1, self.configs[self.oracle].iterations + 1)
 
-    def restore(self) -> None:
+    def restore(self, changed: Path | None = None) -> None:
+        """One file, or everything, as it was."""
+        if changed:
+            shutil.copy(self.pristine.root / changed.relative_to(self.paths.root), changed)
+            return
         for folder in self.folders:
             shutil.rmtree(self.paths.root / folder.relative_to(self.pristine.root), ignore_errors=True)
             self._copy(folder)
@@ -70,9 +74,7 @@ class Runs:
         return found
 
     def _validate(self, key: str) -> dict:
-        record = validate(self.configs[key], self.files(key))
-        check_schema("validation", record)
-        return record
+        return validate(self.configs[key], self.files(key))
 
     def _identity(self) -> ExperimentId:
         cfg = self.configs[self.oracle]

@@ -1,4 +1,4 @@
-"""Every value that a run has stored, one after the other: each tensor by one ULP in one element, each value in a JSON file by its last digit."""
+"""Every value that a run has stored, one after the other: tensors by one ULP in one element, JSON values by their last digit."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class Mutation:
     group: str
     change: Callable[[], None]
     expected: Expected
+    file: Path  # the one that is changed
 
 
 def sweep(runs: Runs, key: str, every_rank: bool = True) -> Iterator[Mutation]:
@@ -48,7 +49,8 @@ def tensor_mutations(runs: Runs, key: str) -> Iterator[Mutation]:
             for tensor in (t for t in stored_tensors(path) if t.count):  # a rank without tokens has a sidecar without elements
                 flat = tensor.chosen()
                 group, expected = of_tensor("checkpoint" if folder != runs.paths.run(key) else place, place, tensor, flat)
-                yield Mutation(f"{place} {tensor.name}{tensor.index(flat)}", f"one ULP: {group}", lambda t=tensor, i=flat: t.one_ulp(i), expected)
+                name = f"{place} {tensor.name}{tensor.index(flat)}"
+                yield Mutation(name, f"one ULP: {group}", lambda t=tensor, i=flat: t.one_ulp(i), expected, path)
 
 
 def of_tensor(where: str, place: str, tensor: Stored, flat: int) -> tuple[str, Expected]:
@@ -94,7 +96,7 @@ def json_mutations(runs: Runs, key: str, every_rank: bool) -> Iterator[Mutation]
         for keys, value in leaves(content):
             group, expected = of_value(runs, place, keys, content)
             change = lambda p=path, k=keys, v=value: write_json(p, replaced(json.loads(p.read_text()), k, last_digit(v)))  # noqa: E731
-            yield Mutation(f"{place} {'.'.join(map(str, keys))}", f"last digit: {group}", change, expected)
+            yield Mutation(f"{place} {'.'.join(map(str, keys))}", f"last digit: {group}", change, expected, path)
 
 
 def leaves(content: Any, keys: tuple = ()) -> Iterator[tuple[tuple, Any]]:
@@ -156,5 +158,3 @@ def of_value(runs: Runs, place: str, keys: tuple, content: Any) -> tuple[str, Ex
             return "readback", Expected(reason=f"{place}: ")
         case _:
             raise ValueError(f"{place} {keys}: a value that no mutation covers")
-
-
