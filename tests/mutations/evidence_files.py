@@ -41,10 +41,15 @@ def extra_token(runs: Runs) -> Expected:
     return Expected(place(2, "tokens", tensor="tokens", index=None), f"response tokens are not in exactly {tp} sidecars")
 
 
-def extra_logprob(runs: Runs) -> Expected:
+def extra_logprob(file: str, name: str, quantity: str) -> FileMutation:
     """One value more than tokens."""
-    edit_arrays(folder(runs, "i0001/ref_logprob/ref.safetensors"), lambda a: a.update(logprobs=np.append(a["logprobs"], np.float32(-1))))
-    return Expected(place(1, "reference_logprob", tensor="logprobs", index=None), "i0001: number of reference logprobs is ")
+
+    def change(runs: Runs) -> Expected:
+        edit_arrays(folder(runs, f"i0001/{file}"), lambda arrays: arrays.update({name: np.append(arrays[name], np.float32(-1))}))
+        kind = quantity.removesuffix("_logprob")
+        return Expected(place(1, quantity, tensor="logprobs", index=None), f"i0001: number of {kind} logprobs is ")
+
+    return FileMutation(f"an extra {quantity.replace('_', ' ')}", change)
 
 
 # --- sidecars and readbacks -------------------------------------------------------------------------------------------------------
@@ -172,7 +177,10 @@ def other_shape(runs: Runs) -> Expected:
 
 MUTATIONS = [
     FileMutation("an extra token", extra_token),
-    FileMutation("an extra logprob", extra_logprob),
+    extra_logprob("rollout/completions.safetensors", "logprobs", "rollout_logprob"),
+    extra_logprob("ref_logprob/ref.safetensors", "logprobs", "reference_logprob"),
+    extra_logprob("train/logprobs.safetensors", "old", "old_logprob"),
+    extra_logprob("train/logprobs.safetensors", "current", "current_logprob"),
     FileMutation("sidecar dropped", dropped_sidecar),
     FileMutation("sidecar renamed", renamed_sidecar),
     FileMutation("sidecar added", added_sidecar),

@@ -39,6 +39,7 @@ def sweep(runs: Runs, key: str, every_rank: bool = True) -> Iterator[Mutation]:
     """Mutations of run `key`, and of the checkpoint. every_rank: otherwise readbacks of each stage's last rank only, which are alike."""
     yield from tensor_mutations(runs, key)
     yield from json_mutations(runs, key, every_rank)
+    yield from removals(runs, key, every_rank)
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------------------
@@ -158,3 +159,48 @@ def of_value(runs: Runs, place: str, keys: tuple, content: Any) -> tuple[str, Ex
             return "readback", Expected(reason=f"{place}: ")
         case _:
             raise ValueError(f"{place} {keys}: a value that no mutation covers")
+
+
+# --- files ------------------------------------------------------------------------------------------------------------------------
+def removals(runs: Runs, key: str, every_rank: bool) -> Iterator[Mutation]:
+    """Each file of the run, taken away."""
+    folder = runs.paths.run(key)
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        place = path.relative_to(folder).as_posix()
+        if "/readbacks/" in place and not every_rank and path != sorted(path.parent.glob("*.json"))[-1]:
+            continue
+        yield Mutation(f"{place} removed", "file removed", path.unlink, Expected(**of_file(place)), path)
+
+
+def of_file(place: str) -> dict[str, Any]:
+    """What must be said when it is missing; results that lay in it are a difference besides."""
+    name = place.rpartition("/")[2]
+    match place.split("/"):
+        case [iteration, "rollout", "completions.jsonl"]:
+            return {"reason": f"{iteration}: sha256 of completions.jsonl is None"}
+        case [_, "sidecars" | "readbacks", *_]:
+            return {"reason": f"{place}: {'sidecar' if '/sidecars/' in place else 'readback'} is missing"}
+        case ["weights" | "state", _, "tensors.json"]:
+            return {"reason": f"{place}: no sha256 to hold the stored bytes against"}
+        case ["weights", _, "config.json" | "generation_config.json"]:
+            return {"reason": f"{place}: is not the checkpoint's {name}"}
+        case ["state", _, "step.json"]:
+            return {"reason": f"{place} is None, expected "}
+        case [iteration, _, "completions.safetensors"]:
+            quantity = "prompts"
+        case [iteration, _, "summary.json"]:
+            quantity = "rollout_metrics"
+        case [iteration, _, "ref.safetensors"]:
+            quantity = "reference_logprob"
+        case [iteration, _, "logprobs.safetensors"]:
+            quantity = "old_logprob"
+        case [iteration, _, "metrics.json"]:
+            quantity = "metrics"
+        case [iteration, _, "hashes.json"]:
+            quantity = "gradients"
+        case ["weights" | "state", version, _]:
+            iteration = f"i{int(version.partition('_v')[2]) - 1:04d}"
+            quantity = "weights" if name == "model.safetensors" else name.removesuffix(".safetensors")
+        case _:
+            raise ValueError(f"{place}: a file that no mutation covers")
+    return {"place": {"iteration": int(iteration[1:]), "quantity": quantity}, "reason": f"{place} is missing"}
