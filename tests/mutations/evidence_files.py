@@ -165,6 +165,11 @@ def edited_text(runs: Runs) -> Expected:
     return Expected(reason="i0001: sha256 of completions.jsonl is ")
 
 
+def text_without_objects(runs: Runs) -> Expected:
+    write_bytes(folder(runs, "i0001/rollout/completions.jsonl"), b"[]\n")
+    return Expected(reason="i0001: sha256 of completions.jsonl is ")
+
+
 def other_shape(runs: Runs) -> Expected:
     """A row less in a matrix of both runs' weights."""
     path = folder(runs, WEIGHTS)
@@ -191,6 +196,7 @@ MUTATIONS = [
     readback("another backend", "rollout", of_module("logp", backend_id="lockstep.linear_logp.tree.v2"), "logp.backend_id is lockstep.lin"),
     readback("one call less", "ref_logprob", call_off_by_one, "attention.call_count is "),
     readback("a module missing", "train", lambda content: content["modules"].pop("ffn"), "module ffn is missing"),
+    readback("no version of torch", "rollout", lambda content: content.update(versions={"pytorch": "2.0"}), "versions has no torch"),
     FileMutation("readback of a rank missing", missing_rank),
     FileMutation("readback of a rank too many", added_rank),
     FileMutation("readback of one rank for another", one_rank_for_another),
@@ -201,6 +207,7 @@ MUTATIONS = [
     other_header("tensor renamed", "entropy", "entropy", "entrop1", Expected(place(2, "entropy", index=None), "has no entropy")),
     other_header("float32 called int32", "entropy", "F32", "I32", Expected(place(2, "entropy", tensor="entropy", index=None))),
     FileMutation("completion's text edited", edited_text),
+    FileMutation("completions of another kind", text_without_objects),
     FileMutation(
         "readbacks missing",
         missing("i0001/readbacks/rollout", Expected(reason="i0001/readbacks/rollout/rank00000.json: readback is missing")),
