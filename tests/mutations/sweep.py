@@ -138,17 +138,19 @@ def of_value(runs: Runs, place: str, keys: tuple, content: Any) -> tuple[str, Ex
             return "metric", Expected(place_of)
         case [[_, "rollout", "summary.json"], ["metrics", metric]]:
             return "rollout metric", Expected({"iteration": iteration, "quantity": "rollout_metrics", "tensor": metric})
+        case [[_, "train", "hashes.json"], ["updates", update, "gradients", name]]:
+            step = runs.files(runs.other).steps(iteration)[update]
+            return "gradient hash", Expected({"iteration": iteration, "step": step, "quantity": "gradients", "tensor": name})
+        case [[_, "train", "hashes.json"], ["updates", _, "grad_norm_hex"]]:
+            return "recorded hash", Expected(reason=f"i{iteration:04d}: grad_norm_hex of step ")
+        case [[_, "train", "hashes.json"], ["metrics"]]:
+            return "recorded hash", Expected(reason=f"{place}: metrics is not the sha256 of metrics.json")
+        case [[_, "train", "hashes.json"] | [_, "rollout", "summary.json"], ["sha256", _] | ["digest"]]:
+            return "recorded hash", Expected(reason=f"{place}: digest is not that of its content")
+        case [["weights" | "state", _, "tensors.json"] | [_, "ref_logprob", "tensors.json"], ["sha256", _] | ["digest"]]:
+            return "recorded hash", Expected(reason=f"{place}: digest is not that of its sha256")
         case [[_, "rollout", "summary.json"], [name]]:
             return "rollout summary", Expected(reason=f"i{iteration:04d}: {SUMMARY[name]} ")
-        case [[_, "train", "hashes.json"], [*position, "gradients", name]]:
-            step = runs.files(runs.other).steps(iteration)[position[1] if position else 0]
-            return "gradient hash", Expected({"iteration": iteration, "step": step, "quantity": "gradients", "tensor": name})
-        case [[_, "train", "hashes.json"], [*_, "grad_norm_hex"]]:
-            return "hash beside the gradients", Expected(reason=f"i{iteration:04d}: grad_norm_hex of step ")
-        case [[_, "train", "hashes.json"], [quantity, *_]]:
-            return "hash beside the gradients", Expected(reason=f"{place}: {quantity} is not the hash of the stored bytes")
-        case [["weights" | "state", _, "tensors.json"], ["sha256", _] | ["digest"]]:
-            return "tensors.json", Expected(reason=f"{place}: digest is not that of its sha256")
         case [["weights", _, "config.json" | "generation_config.json" as file], _]:
             return "model file", Expected(reason=f"{place}: is not the checkpoint's {file}")
         case [["state", _, "step.json"], ["step"]]:
@@ -180,7 +182,7 @@ def of_file(place: str) -> dict[str, Any]:
             return {"reason": f"{iteration}: sha256 of completions.jsonl is None"}
         case [_, "sidecars" | "readbacks", *_]:
             return {"reason": f"{place}: {'sidecar' if '/sidecars/' in place else 'readback'} is missing"}
-        case ["weights" | "state", _, "tensors.json"]:
+        case ["weights" | "state", _, "tensors.json"] | [_, "ref_logprob", "tensors.json"]:
             return {"reason": f"{place}: no sha256 to hold the stored bytes against"}
         case ["weights", _, "config.json" | "generation_config.json"]:
             return {"reason": f"{place}: is not the checkpoint's {name}"}
