@@ -12,7 +12,8 @@ import numpy as np
 
 from pipeline.digest import write_bytes
 from tests.mutations.elements import stored_tensors
-from tests.mutations.files import FileMutation, folder, missing, place, refit_summary, replace_folder
+from tests.mutations.files import missing
+from tests.mutations.mutation import Mutation, folder, named, place, refit_rollout, replace_folder
 from tests.mutations.runs import Runs
 from tests.mutations.verdicts import Expected
 from tests.synthetic_runs import edit_arrays, edit_json
@@ -29,7 +30,7 @@ def extra_token(runs: Runs) -> Expected:
         arrays["tokens"] = np.insert(arrays["tokens"], at["token"], arrays["tokens"][0])
         arrays["logprobs"] = np.insert(arrays["logprobs"], at["response"], np.float32(-1))
         arrays["lengths"][1] += 1
-        refit_summary(iteration / "rollout", arrays)
+        refit_rollout(iteration / "rollout/completions.safetensors", arrays)
 
     def lengthen_all(arrays: dict[str, np.ndarray]) -> None:
         arrays |= {name: np.insert(array, at["response"], np.float32(-1)) for name, array in arrays.items()}
@@ -41,7 +42,7 @@ def extra_token(runs: Runs) -> Expected:
     return Expected(place(2, "tokens", tensor="tokens", index=None), f"response tokens are not in exactly {tp} sidecars")
 
 
-def extra_logprob(file: str, name: str, quantity: str) -> FileMutation:
+def extra_logprob(file: str, name: str, quantity: str) -> Mutation:
     """One value more than tokens."""
 
     def change(runs: Runs) -> Expected:
@@ -49,7 +50,7 @@ def extra_logprob(file: str, name: str, quantity: str) -> FileMutation:
         kind = quantity.removesuffix("_logprob")
         return Expected(place(1, quantity, tensor="logprobs", index=None), f"i0001: number of {kind} logprobs is ")
 
-    return FileMutation(f"an extra {quantity.replace('_', ' ')}", change)
+    return named(f"an extra {quantity.replace('_', ' ')}", change)
 
 
 # --- sidecars and readbacks -------------------------------------------------------------------------------------------------------
@@ -82,7 +83,7 @@ def stale_sidecars(runs: Runs) -> Expected:
     return Expected(reason="i0002/sidecars/")
 
 
-def readback(name: str, stage: str, change: Callable[[dict[str, Any]], None], reason: str) -> FileMutation:
+def readback(name: str, stage: str, change: Callable[[dict[str, Any]], None], reason: str) -> Mutation:
     """In the file of the stage's last rank, iteration 2."""
 
     def apply(runs: Runs) -> Expected:
@@ -90,7 +91,7 @@ def readback(name: str, stage: str, change: Callable[[dict[str, Any]], None], re
         edit_json(path, change)
         return Expected(reason=f"i0002/readbacks/{stage}/{path.name}: {reason}")
 
-    return FileMutation(f"readback of {stage}: {name}", apply)
+    return named(f"readback of {stage}: {name}", apply)
 
 
 def of_module(module: str, **fields: Any) -> Callable[[dict[str, Any]], None]:
@@ -143,7 +144,7 @@ def appended_bytes(runs: Runs) -> Expected:
     return Expected(place(1, "weights"), f"{WEIGHTS} cannot be read: ")
 
 
-def other_header(name: str, tensor: str, old: str, new: str, expected: Expected) -> FileMutation:
+def other_header(name: str, tensor: str, old: str, new: str, expected: Expected) -> Mutation:
     """Another word of one length in the entry of `tensor` in the header: its bytes stay."""
 
     def change(runs: Runs) -> Expected:
@@ -156,7 +157,7 @@ def other_header(name: str, tensor: str, old: str, new: str, expected: Expected)
         write_bytes(path, data.replace(entry, entry.replace(old.encode(), new.encode())))
         return expected
 
-    return FileMutation(name, change)
+    return named(name, change)
 
 
 def edited_text(runs: Runs) -> Expected:
@@ -181,15 +182,15 @@ def other_shape(runs: Runs) -> Expected:
 
 
 MUTATIONS = [
-    FileMutation("an extra token", extra_token),
+    named("an extra token", extra_token),
     extra_logprob("rollout/completions.safetensors", "logprobs", "rollout_logprob"),
     extra_logprob("ref_logprob/ref.safetensors", "logprobs", "reference_logprob"),
     extra_logprob("train/logprobs.safetensors", "old", "old_logprob"),
     extra_logprob("train/logprobs.safetensors", "current", "current_logprob"),
-    FileMutation("sidecar dropped", dropped_sidecar),
-    FileMutation("sidecar renamed", renamed_sidecar),
-    FileMutation("sidecar added", added_sidecar),
-    FileMutation("sidecars of iteration 1 in place of 2", stale_sidecars),
+    named("sidecar dropped", dropped_sidecar),
+    named("sidecar renamed", renamed_sidecar),
+    named("sidecar added", added_sidecar),
+    named("sidecars of iteration 1 in place of 2", stale_sidecars),
     readback(
         "torch's attention", "train", of_module("attention", implementation="torch"), "attention ran torch, case R/R asks for lockstep"
     ),
@@ -197,18 +198,18 @@ MUTATIONS = [
     readback("one call less", "ref_logprob", call_off_by_one, "attention.call_count is "),
     readback("a module missing", "train", lambda content: content["modules"].pop("ffn"), "module ffn is missing"),
     readback("no version of torch", "rollout", lambda content: content.update(versions={"pytorch": "2.0"}), "versions has no torch"),
-    FileMutation("readback of a rank missing", missing_rank),
-    FileMutation("readback of a rank too many", added_rank),
-    FileMutation("readback of one rank for another", one_rank_for_another),
-    FileMutation("the oracle's run in place of another layout's", run_of_the_oracle),
-    FileMutation("weights cut short", cut_file),
-    FileMutation("weights with bytes appended", appended_bytes),
-    FileMutation("weights of another shape", other_shape),
+    named("readback of a rank missing", missing_rank),
+    named("readback of a rank too many", added_rank),
+    named("readback of one rank for another", one_rank_for_another),
+    named("the oracle's run in place of another layout's", run_of_the_oracle),
+    named("weights cut short", cut_file),
+    named("weights with bytes appended", appended_bytes),
+    named("weights of another shape", other_shape),
     other_header("tensor renamed", "entropy", "entropy", "entrop1", Expected(place(2, "entropy", index=None), "has no entropy")),
     other_header("float32 called int32", "entropy", "F32", "I32", Expected(place(2, "entropy", tensor="entropy", index=None))),
-    FileMutation("completion's text edited", edited_text),
-    FileMutation("completions of another kind", text_without_objects),
-    FileMutation(
+    named("completion's text edited", edited_text),
+    named("completions of another kind", text_without_objects),
+    named(
         "readbacks missing",
         missing("i0001/readbacks/rollout", Expected(reason="i0001/readbacks/rollout/rank00000.json: readback is missing")),
     ),

@@ -4,56 +4,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from pipeline.digest import hash_safetensors, tensors_digest
-from pipeline.records import tokens_sha256
 from tests.mutations.elements import first_unequal, stored, stored_tensors
+from tests.mutations.mutation import folder, named, place, refit, refit_rollout, replace_folder
 from tests.mutations.runs import Runs
 from tests.mutations.verdicts import Expected
 from tests.synthetic_runs import edit_arrays, edit_json
-
-
-@dataclass(frozen=True)
-class FileMutation:
-    """`change` breaks the run `runs.other` and returns what must be said of it."""
-
-    name: str
-    change: Callable[[Runs], Expected]
-    validated: str = "other"  # runs that are validated after the change: other | all | none
-
-
-def place(iteration: int, quantity: str, **fields: Any) -> dict[str, Any]:
-    return {"iteration": iteration, "quantity": quantity, **fields}
-
-
-def folder(runs: Runs, name: str = "") -> Path:
-    return runs.paths.run(runs.other) / name
-
-
-def replace_folder(source: Path, target: Path) -> None:
-    shutil.rmtree(target)
-    shutil.copytree(source, target)
-
-
-def refit(path: Path) -> None:
-    """tensors.json beside a file of tensors, made to fit what is there now."""
-    prefix = "" if path.stem == "model" else f"{path.stem}/"
-
-    def change(content: dict[str, Any]) -> None:
-        content["sha256"] |= {f"{prefix}{name}": sha for name, sha in hash_safetensors(path).items()}
-        content["digest"] = tensors_digest(content["sha256"])
-
-    edit_json(path.parent / "tensors.json", change)
-
-
-def refit_summary(rollout: Path, arrays: dict[str, np.ndarray]) -> None:
-    fitting = {"tokens_sha256": tokens_sha256(arrays), "token_count": len(arrays["tokens"])}
-    edit_json(rollout / "summary.json", lambda summary: summary.update(fitting))
 
 
 # --- bits that values do not show -------------------------------------------------------------------------------------------------
@@ -71,29 +29,21 @@ def other_zero(moment: str) -> Callable[[Runs], Expected]:
     return change
 
 
-def in_every_run(runs: Runs) -> Expected:
-    """No comparison can see it: the hash beside the file does."""
-    path = "state/state_v000002/exp_avg_sq.safetensors"
-    for key in runs.configs:
-        stored_tensors(runs.paths.run(key) / path)[0].one_ulp(0)
-    said = "sha256 of 1 tensors is not the hash of the stored bytes (the first: exp_avg_sq/"
-    return Expected(reason=f"{runs.other}/state/state_v000002/tensors.json: {said}{stored_tensors(folder(runs, path))[0].name})")
-
-
 def in_every_run_after_validation(runs: Runs) -> Expected:
     for key in runs.configs:
         stored(runs.paths.run(key) / "i0002/train/logprobs.safetensors", "entropy").one_ulp(1)
     return Expected(reason=f"files of {runs.oracle} changed after its validation")
 
 
-def fitted(name: str, quantity: str) -> Callable[[Runs], Expected]:
-    """One ULP, and its tensors.json agrees: only another run can tell."""
+def fitted(name: str, tensor: str, quantity: str) -> Callable[[Runs], Expected]:
+    """One ULP, and the hash beside the file agrees: only another run, or another file of this one, can tell."""
 
     def change(runs: Runs) -> Expected:
-        tensor = stored_tensors(folder(runs, name))[-1]
-        tensor.one_ulp(tensor.chosen())
-        refit(tensor.path)
-        return Expected(place(1, quantity, tensor=tensor.name, index=tensor.index(tensor.chosen())))
+        changed = stored(folder(runs, name), tensor)
+        changed.one_ulp(changed.chosen())
+        refit(changed.path)
+        part = "logprobs" if quantity.endswith("logprob") else tensor
+        return Expected(place(1, quantity, tensor=part, index=changed.index(changed.chosen())))
 
     return change
 
@@ -112,7 +62,7 @@ def swapped_samples(runs: Runs) -> Expected:
             arrays[name] = np.concatenate([pieces[i] for i in order])
         for name in ("lengths", "rewards", "finish"):
             arrays[name] = arrays[name][order]
-        refit_summary(path.parent, arrays)
+        refit_rollout(path, arrays)
         before["at"] = np.flatnonzero(before["tokens"] != arrays["tokens"])[:1]
 
     edit_arrays(path, change)
@@ -222,36 +172,49 @@ def missing_tensor(runs: Runs) -> Expected:
 
 
 MUTATIONS = [
-    FileMutation("-0.0 for +0.0 in the first moment, tensors.json fits", other_zero("exp_avg")),
-    FileMutation("-0.0 for +0.0 in the second moment, tensors.json fits", other_zero("exp_avg_sq")),
-    FileMutation("one ULP in the same moment of every run", in_every_run, "all"),
-    FileMutation("one ULP in every run, after validation", in_every_run_after_validation, "none"),
-    FileMutation("weights changed, tensors.json fits", fitted("weights/weight_v000002/model.safetensors", "weights")),
-    FileMutation("second moment changed, tensors.json fits", fitted("state/state_v000002/exp_avg_sq.safetensors", "exp_avg_sq")),
-    FileMutation("two samples swapped", swapped_samples),
-    FileMutation("two rewards swapped", swapped_rewards),
-    FileMutation("entropy and advantages swapped", swapped_arrays),
-    FileMutation("both moments swapped, tensors.json fits", swapped_moments),
-    FileMutation("two weight matrices swapped, tensors.json fits", swapped_weights),
-    FileMutation("iteration 1 in place of 2", stale("i0001", "i0002", Expected(place(2, "prompts", tensor="prompt_ids", index=[0])))),
-    FileMutation(
+    named("-0.0 for +0.0 in the first moment, recorded hash fits", other_zero("exp_avg")),
+    named("-0.0 for +0.0 in the second moment, recorded hash fits", other_zero("exp_avg_sq")),
+    named("one ULP in every run, after validation", in_every_run_after_validation, "none"),
+    *(
+        named(f"{quantity} changed, recorded hash fits", fitted(name, tensor, quantity))
+        for name, tensor, quantity in (
+            ("i0001/rollout/completions.safetensors", "tokens", "tokens"),
+            ("i0001/rollout/completions.safetensors", "logprobs", "rollout_logprob"),
+            ("i0001/rollout/completions.safetensors", "rewards", "rewards"),
+            ("i0001/ref_logprob/ref.safetensors", "logprobs", "reference_logprob"),
+            ("i0001/train/logprobs.safetensors", "old", "old_logprob"),
+            ("i0001/train/logprobs.safetensors", "current", "current_logprob"),
+            ("i0001/train/logprobs.safetensors", "entropy", "entropy"),
+            ("i0001/train/logprobs.safetensors", "advantages", "advantages"),
+            ("weights/weight_v000002/model.safetensors", "model.norm.weight", "weights"),
+            ("state/state_v000002/exp_avg.safetensors", "model.embed_tokens.weight", "exp_avg"),
+            ("state/state_v000002/exp_avg_sq.safetensors", "model.norm.weight", "exp_avg_sq"),
+        )
+    ),
+    named("two samples swapped", swapped_samples),
+    named("two rewards swapped", swapped_rewards),
+    named("entropy and advantages swapped", swapped_arrays),
+    named("both moments swapped, recorded hash fits", swapped_moments),
+    named("two weight matrices swapped, recorded hash fits", swapped_weights),
+    named("iteration 1 in place of 2", stale("i0001", "i0002", Expected(place(2, "prompts", tensor="prompt_ids", index=[0])))),
+    named(
         "training of iteration 1 in place of 2",
         stale("i0001/train", "i0002/train", Expected(place(2, "old_logprob"), "i0002: optimizer steps in metrics.json is ['0']")),
     ),
-    FileMutation(
+    named(
         "reference of iteration 1 in place of 2",
         stale("i0001/ref_logprob", "i0002/ref_logprob", Expected(place(2, "reference_logprob", tensor="logprobs"))),
     ),
-    FileMutation("weights of version 2 in place of 3", stale_weights(3)),
-    FileMutation("checkpoint in place of version 2", stale_weights(2)),
-    FileMutation("state of version 2 in place of 3", stale_state),
-    FileMutation(
+    named("weights of version 2 in place of 3", stale_weights(3)),
+    named("checkpoint in place of version 2", stale_weights(2)),
+    named("state of version 2 in place of 3", stale_state),
+    named(
         "missing iteration",
         missing("i0002", Expected(place(2, "prompts", tensor="prompt_ids"), "i0002/rollout/completions.safetensors is missing")),
     ),
-    FileMutation(
+    named(
         "missing weights", missing("weights/weight_v000003", Expected(place(2, "weights"), "weight_v000003/model.safetensors is missing"))
     ),
-    FileMutation("missing step", missing_step),
-    FileMutation("missing tensor", missing_tensor),
+    named("missing step", missing_step),
+    named("missing tensor", missing_tensor),
 ]

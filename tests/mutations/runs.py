@@ -44,12 +44,11 @@ class Runs:
     def iterations(self) -> range:
         return range(1, self.configs[self.oracle].iterations + 1)
 
-    def restore(self, changed: Path | None = None) -> None:
-        """One file, or everything, as it was."""
-        if changed:
-            shutil.copy(self.pristine.root / changed.relative_to(self.paths.root), changed)
-            return
-        for folder in self.folders:
+    def restore(self, *changed: Path) -> None:
+        """These files, or everything, as they were."""
+        for path in changed:
+            shutil.copy(self.pristine.root / path.relative_to(self.paths.root), path)
+        for folder in () if changed else self.folders:
             shutil.rmtree(self.paths.root / folder.relative_to(self.pristine.root), ignore_errors=True)
             self._copy(folder)
 

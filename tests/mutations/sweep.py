@@ -6,12 +6,13 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pipeline.digest import write_json
 from tests.mutations.elements import Stored, stored_tensors
+from tests.mutations.mutation import Mutation
 from tests.mutations.runs import Runs
 from tests.mutations.verdicts import Expected
 
@@ -26,20 +27,11 @@ SUMMARY = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Mutation:
-    name: str
-    group: str
-    change: Callable[[], None]
-    expected: Expected
-    file: Path  # the one that is changed
-
-
-def sweep(runs: Runs, key: str, every_rank: bool = True) -> Iterator[Mutation]:
-    """Mutations of run `key`, and of the checkpoint. every_rank: otherwise readbacks of each stage's last rank only, which are alike."""
-    yield from tensor_mutations(runs, key)
-    yield from json_mutations(runs, key, every_rank)
-    yield from removals(runs, key, every_rank)
+def sweep(runs: Runs, of: str = "other", every_rank: bool = True) -> Iterator[Mutation]:
+    """Mutations of one run (of: "other" or "oracle"), and of the checkpoint. every_rank: else readbacks of each stage's last rank only."""
+    key = runs.other if of == "other" else runs.oracle
+    for mutation in (*tensor_mutations(runs, key), *json_mutations(runs, key, every_rank), *removals(runs, key, every_rank)):
+        yield replace(mutation, validated="all" if "checkpoint" in mutation.group else of)
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------------------
@@ -51,7 +43,7 @@ def tensor_mutations(runs: Runs, key: str) -> Iterator[Mutation]:
                 flat = tensor.chosen()
                 group, expected = of_tensor("checkpoint" if folder != runs.paths.run(key) else place, place, tensor, flat)
                 name = f"{place} {tensor.name}{tensor.index(flat)}"
-                yield Mutation(name, f"one ULP: {group}", lambda t=tensor, i=flat: t.one_ulp(i), expected, path)
+                yield Mutation(name, f"one ULP: {group}", said(expected, tensor.one_ulp, flat), files=(path,))
 
 
 def of_tensor(where: str, place: str, tensor: Stored, flat: int) -> tuple[str, Expected]:
@@ -96,8 +88,20 @@ def json_mutations(runs: Runs, key: str, every_rank: bool) -> Iterator[Mutation]
         content = json.loads(path.read_text())
         for keys, value in leaves(content):
             group, expected = of_value(runs, place, keys, content)
-            change = lambda p=path, k=keys, v=value: write_json(p, replaced(json.loads(p.read_text()), k, last_digit(v)))  # noqa: E731
-            yield Mutation(f"{place} {'.'.join(map(str, keys))}", f"last digit: {group}", change, expected, path)
+            change = said(expected, put_value, path, keys, last_digit(value))
+            yield Mutation(f"{place} {'.'.join(map(str, keys))}", f"last digit: {group}", change, files=(path,))
+
+
+def said(expected: Expected, change: Callable[..., None], *args: Any) -> Callable[[Runs], Expected]:
+    def apply(_: Runs) -> Expected:
+        change(*args)
+        return expected
+
+    return apply
+
+
+def put_value(path: Path, keys: tuple, value: Any) -> None:
+    write_json(path, replaced(json.loads(path.read_text()), keys, value))
 
 
 def leaves(content: Any, keys: tuple = ()) -> Iterator[tuple[tuple, Any]]:
@@ -171,7 +175,7 @@ def removals(runs: Runs, key: str, every_rank: bool) -> Iterator[Mutation]:
         place = path.relative_to(folder).as_posix()
         if "/readbacks/" in place and not every_rank and path != sorted(path.parent.glob("*.json"))[-1]:
             continue
-        yield Mutation(f"{place} removed", "file removed", path.unlink, Expected(**of_file(place)), path)
+        yield Mutation(f"{place} removed", "file removed", said(Expected(**of_file(place)), path.unlink), files=(path,))
 
 
 def of_file(place: str) -> dict[str, Any]:
