@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.mutations.mutation import Mutation
@@ -18,39 +18,45 @@ def shared_sweep(runs: Runs) -> Iterator[Mutation]:
     Sidecars and readbacks are each layout's own.
     """
     for mutation in (*tensor_mutations(runs, runs.other), *json_mutations(runs, runs.other, every_rank=False)):
-        path = mutation.files[0]
-        if "sidecar" in mutation.group or "readback" in mutation.group or "checkpoint" in mutation.group:
+        kind, _, what = mutation.group.partition(": ")
+        if what.startswith(("sidecar", "readback", "checkpoint")):
             continue
-        place = path.relative_to(runs.paths.run(runs.other))
+        place = mutation.files[0].relative_to(runs.paths.run(runs.other))
+        tensor = mutation.name.removeprefix(f"{place.as_posix()} ").partition("[")[0] if place.suffix == ".safetensors" else ""
         files = tuple(runs.paths.run(key) / place for key in runs.configs)
-        expected = Expected(reason=record_of(place.as_posix()))
-        group = mutation.group.partition(": ")
-
-        def change(runs: Runs, change=mutation.change, files=files, expected=expected) -> Expected:
-            change(runs)
-            for file in files:  # all runs hold the same bytes
-                if file.read_bytes() != files[-1].read_bytes():
-                    shutil.copy(files[-1], file)
-            return expected
-
-        yield Mutation(f"{mutation.name} in every run", f"{group[0]} in every run: {group[2]}", change, "all", files)
+        change = in_all(mutation, files, Expected(reason=record_of(place, tensor)))
+        yield Mutation(f"{mutation.name} in every run", f"{kind} in every run: {what}", change, "all", files)
 
 
-def record_of(place: str) -> str:
+def in_all(mutation: Mutation, files: tuple[Path, ...], expected: Expected) -> Callable[[Runs], Expected]:
+    def change(runs: Runs) -> Expected:
+        mutation.change(runs)
+        for file in set(files) - {mutation.files[0]}:
+            shutil.copy(mutation.files[0], file)
+        return expected
+
+    return change
+
+
+def record_of(path: Path, tensor: str) -> str:
     """What the validation says of changed bytes: the record that they do not fit."""
-    path = Path(place)
+    unequal = "sha256 of 1 tensors is not the hash of the stored bytes (the first: "
     match path.name:
         case "completions.safetensors":
-            return f"{path.with_name('summary.json')}: sha256 of 1 tensors is not the hash of the stored bytes"
+            return f"{path.with_name('summary.json')}: {unequal}{tensor})"
         case "logprobs.safetensors":
-            return f"{path.with_name('hashes.json')}: sha256 of 1 tensors is not the hash of the stored bytes"
+            return f"{path.with_name('hashes.json')}: {unequal}{tensor})"
+        case "exp_avg.safetensors" | "exp_avg_sq.safetensors":
+            return f"{path.with_name('tensors.json')}: {unequal}{path.stem}/{tensor})"
+        case "model.safetensors" | "ref.safetensors":
+            return f"{path.with_name('tensors.json')}: {unequal}{tensor})"
         case "metrics.json":
             return f"{path.with_name('hashes.json')}: metrics is not the sha256 of metrics.json"
         case "hashes.json" | "summary.json" | "tensors.json":
-            return f"{place}: digest is not that of its "
+            return f"{path}: digest is not that of its "
         case "step.json":
-            return f"{place} is "
+            return f"{path} is "
         case "config.json" | "generation_config.json":
-            return f"{place}: is not the checkpoint's {path.name}"
+            return f"{path}: is not the checkpoint's {path.name}"
         case _:
-            return f"{path.with_name('tensors.json')}: sha256 of 1 tensors is not the hash of the stored bytes"
+            raise ValueError(f"{path}: a file that no mutation covers")
