@@ -20,8 +20,8 @@ from tests.mutations.verdicts import Found
 
 # Tiny, but with all that a mutation needs: mixed lengths, non-zero advantages, a clip and a learning rate that are at work.
 EXPERIMENT = (
-    "experiment=tiny", "name=mutation", "iterations=2", "sampling.prompts_per_iteration=2", "sampling.max_new_tokens=12",
-    "optimizer.schedule=linear", "optimizer.max_grad_norm=0.01", "launch.idle_seconds=10", "tracking=none",
+    "experiment=tiny", "name=mutation", "iterations=2", "data.max_digits=1", "sampling.prompts_per_iteration=2",
+    "sampling.max_new_tokens=12", "optimizer.schedule=linear", "optimizer.max_grad_norm=0.01", "launch.idle_seconds=10", "tracking=none",
 )  # fmt: skip
 ORACLE = "tp1cp1dp1"
 LAYOUTS = ("tp3-s2", "dp2z1-m2-s2", "cp2")  # a segment of two iterations in one set of processes, twice; a stage for each step
@@ -37,13 +37,8 @@ class Clone:
         subprocess.run(["git", "init", "-q"], cwd=self.folder, check=True)
         (folder / "run").mkdir()
         # the fork server's socket lies in `folder`, and the server goes away with this process
-        own = {
-            "PYTHONPATH": "",
-            "MLFLOW_TRACKING_URI": "",
-            "XDG_RUNTIME_DIR": str(folder / "run"),
-            "LOCKSTEP_STARTER_PID": str(os.getpid()),
-        }
-        self.environment = os.environ | own
+        own = {"XDG_RUNTIME_DIR": str(folder / "run"), "LOCKSTEP_STARTER_PID": str(os.getpid())}
+        self.environment = os.environ | own | {"PYTHONPATH": "", "MLFLOW_TRACKING_URI": ""}
         code, text = self.pipeline(ORACLE, *LAYOUTS)
         known = registry.load(self.folder)
         self.experiment = known.experiment_keys()[0]

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.digest import write_bytes
-
 _PATTERNS = {"F64": "<u8", "F32": "<u4", "F16": "<u2", "BF16": "<u2", "I64": "<u8", "I32": "<u4", "I16": "<u2", "I8": "u1", "U8": "u1"}
 
 
@@ -52,7 +50,14 @@ class Stored:
     def put(self, flat: int, pattern: int) -> None:
         data = bytearray(self.path.read_bytes())
         np.frombuffer(data, _PATTERNS[self.dtype], self.count, self.start)[flat] = pattern
-        write_bytes(self.path, data)  # a new file: other names of the old one keep their bytes
+        new_file(self.path, data)
+
+
+def new_file(path: Path, data: bytes | bytearray) -> None:
+    """In place of the old one, whose other names keep its bytes. Without the waiting for the disk that a stage does."""
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_bytes(data)
+    temporary.replace(path)
 
 
 def stored_tensors(path: Path) -> list[Stored]:

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.digest import write_bytes
-from tests.mutations.elements import stored_tensors
+from tests.mutations.elements import new_file, stored_tensors
 from tests.mutations.files import missing
 from tests.mutations.mutation import Mutation, folder, named, place, refit_rollout, replace_folder
 from tests.mutations.runs import Runs
@@ -134,13 +133,13 @@ WEIGHTS = "weights/weight_v000002/model.safetensors"
 def cut_file(runs: Runs) -> Expected:
     """What a full disk leaves."""
     path = folder(runs, WEIGHTS)
-    write_bytes(path, path.read_bytes()[:-4])
+    new_file(path, path.read_bytes()[:-4])
     return Expected(place(1, "weights"), f"{WEIGHTS} cannot be read: ")
 
 
 def appended_bytes(runs: Runs) -> Expected:
     path = folder(runs, WEIGHTS)
-    write_bytes(path, path.read_bytes() + bytes(4))
+    new_file(path, path.read_bytes() + bytes(4))
     return Expected(place(1, "weights"), f"{WEIGHTS} cannot be read: ")
 
 
@@ -154,7 +153,7 @@ def other_header(name: str, tensor: str, old: str, new: str, expected: Expected)
         header = json.loads(data[8 : 8 + length])
         entry = json.dumps({tensor: header[tensor]}, separators=(",", ":"))[1:-1].encode()
         assert data.count(entry) == 1 and len(old) == len(new) and old.encode() in entry
-        write_bytes(path, data.replace(entry, entry.replace(old.encode(), new.encode())))
+        new_file(path, data.replace(entry, entry.replace(old.encode(), new.encode())))
         return expected
 
     return named(name, change)
@@ -162,12 +161,12 @@ def other_header(name: str, tensor: str, old: str, new: str, expected: Expected)
 
 def edited_text(runs: Runs) -> Expected:
     path = folder(runs, "i0001/rollout/completions.jsonl")
-    write_bytes(path, path.read_bytes().replace(b"=", b":", 1))
+    new_file(path, path.read_bytes().replace(b"=", b":", 1))
     return Expected(reason="i0001: sha256 of completions.jsonl is ")
 
 
 def text_without_objects(runs: Runs) -> Expected:
-    write_bytes(folder(runs, "i0001/rollout/completions.jsonl"), b"[]\n")
+    new_file(folder(runs, "i0001/rollout/completions.jsonl"), b"[]\n")
     return Expected(reason="i0001: sha256 of completions.jsonl is ")
 
 

@@ -20,7 +20,7 @@ from tests.synthetic_runs import edit_json
 @dataclass(frozen=True)
 class Mutation:
     name: str
-    group: str  # its row in the table
+    row: str  # of the table: many alike share one
     change: Callable[[Runs], Expected]  # breaks files and returns what must be said of it
     validated: str = "other"  # runs that are validated after the change: other | oracle | all | none
     files: tuple[Path, ...] = ()  # the only ones that are changed; empty: any may be

@@ -10,7 +10,7 @@ from tests.mutations.runs import Runs
 from tests.mutations.verdicts import Outcome, fault_of, said
 
 
-def outcomes(runs: Runs, mutations: Iterable[Mutation], by_stages: bool) -> Iterator[Outcome]:
+def outcomes(runs: Runs, mutations: Iterable[Mutation], kind: str, by_stages: bool = False) -> Iterator[Outcome]:
     """by_stages: through the stages validate and compare, which write every report; otherwise through what they are made of."""
     for mutation in mutations:
         started = time.perf_counter()
@@ -21,4 +21,4 @@ def outcomes(runs: Runs, mutations: Iterable[Mutation], by_stages: bool) -> Iter
         finally:
             runs.restore(*mutation.files)
         fault = fault_of(expected, found, runs.oracle, runs.other)
-        yield Outcome(mutation.name, mutation.group, expected.text, said(found), fault, time.perf_counter() - started)
+        yield Outcome(mutation.name, kind, mutation.row, expected.text, said(found), fault, time.perf_counter() - started)

@@ -16,7 +16,7 @@ class Patch:
     """One fault of the code: in `file`, `old` becomes `new`. `layout` runs it against an unbroken oracle."""
 
     name: str
-    group: str
+    kind: str
     file: str
     old: str
     new: str
@@ -50,7 +50,8 @@ SUMS = [
     ),
     Patch(
         "input gradients of q, k and v added in another order", "a sum reordered", OPS,
-        "        for r in rest:  # a fixed", "        for r in reversed(rest):  # a fixed", CP2, at(1, "gradients", "model.embed_tokens.weight", 0),
+        "        for r in rest:  # a fixed", "        for r in reversed(rest):  # a fixed",
+        CP2, at(1, "gradients", "model.embed_tokens.weight", 0),
     ),
     Patch(
         "token leaves of a micro-batch added in one chain", "a sum reordered", "kernels/linear.py",
@@ -66,6 +67,11 @@ SUMS = [
             self.buffer(name).copy_(reduce.to_fixed(total, self.scale_log2))
 """,
         DP2, at(1, "gradients", LM_HEAD, 0),
+    ),
+    Patch(
+        "sums of the metrics by torch.sum in fp32", "a sum reordered", "stages/objectives.py",
+        "        inner = [math.fsum(values[a:b]) / ", "        inner = [float(x[a:b].sum()) / ",
+        CP2, at(1, "metrics", "train/loss", 0),
     ),
 ]  # fmt: skip
 
@@ -107,21 +113,27 @@ KERNELS = [
         DP2, FIRST_LOGPROB,
     ),
     Patch(
-        "SwiGLU: torch.nn.functional.silu", "a kernel is PyTorch's", OPS,
-        "        return _apply(_SwiGLU, gate, up)\n", "        return torch.nn.functional.silu(gate) * up\n", DP2, FIRST_LOGPROB,
+        "SwiGLU: gate * torch.sigmoid(gate) * up", "a kernel is PyTorch's", OPS,
+        "        return _apply(_SwiGLU, gate, up)\n", "        return gate * torch.sigmoid(gate) * up\n", DP2, FIRST_LOGPROB,
     ),
     Patch(
-        "AdamW: torch.optim.adamw", "a kernel is PyTorch's", "stages/optimizer.py",
-        """                adamw.step(p.data, p.grad, m, v, group["lr"], beta1, beta2, group["eps"], group["weight_decay"], state["step"])\n""",
-        """                torch.optim.adamw.adamw(
+        "SwiGLU's gradient: autograd of torch.nn.functional.silu", "a kernel is PyTorch's", OPS,
+        "        return swiglu.backward(dy.contiguous(), *ctx.saved_tensors)\n",
+        """        gate, up = (x.detach().requires_grad_() for x in ctx.saved_tensors)
+        with torch.enable_grad():
+            return torch.autograd.grad(torch.nn.functional.silu(gate) * up, (gate, up), dy)\n""",
+        DP2, at(1, "gradients", "model.embed_tokens.weight", 0),
+    ),
+    Patch(
+        "AdamW: torch.optim", "a kernel is PyTorch's", "stages/optimizer.py",
+        "                adamw.step(p.data, p.grad, m, v, ",
+        """                torch.optim._functional.adamw(
                     [p.data], [p.grad], [m], [v], [], [torch.tensor(state["step"] - 1.0)], foreach=False, amsgrad=False, beta1=beta1,
                     beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
-                )\n""",
-        DP2, at(1, "weights", LM_HEAD),
-    ),
-    Patch(
-        "exp of the KL term: torch.exp", "a kernel is PyTorch's", "stages/objectives.py",
-        "            e = elementwise.exp(-x)\n", "            e = torch.exp(-x)\n", DP2, at(2, "gradients", LM_HEAD, 1),
+                )
+                continue
+                adamw.step(p.data, p.grad, m, v, """,
+        DP2, at(1, "exp_avg_sq", LM_HEAD),
     ),
     Patch(
         "feed-forward by PyTorch, and the readback says so", "a kernel is PyTorch's", "stages/model.py",

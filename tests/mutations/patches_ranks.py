@@ -74,7 +74,8 @@ STALE = [
     ),
     Patch(
         "the engine keeps its weights", "stale", "stages/segment.py",
-        "        hand_over(self.trainer, self.engine, self.rollout_mesh, s.version_out)\n", "        del hand_over\n", DP2, at(2, "tokens", "tokens"),
+        "        hand_over(self.trainer, self.engine, self.rollout_mesh, s.version_out)\n", "        del hand_over\n",
+        DP2, at(2, "tokens", "tokens"),
     ),
     Patch(
         "the rollout reads the checkpoint again", "stale", "stages/rollout.py",
@@ -92,11 +93,13 @@ STALE = [
     ),
     Patch(
         "moments not carried over", "stale", "stages/zero_hooks.py",
-        "                self.base.state[param][key].copy_(value)\n", "                self.base.state[param][key].zero_()\n", CP2, at(2, "exp_avg", LM_HEAD),
+        "                self.base.state[param][key].copy_(value)\n", "                self.base.state[param][key].zero_()\n",
+        CP2, at(2, "exp_avg", LM_HEAD),
     ),
     Patch(
         "step of the bias correction not carried over", "stale", "stages/zero_hooks.py",
-        """            self.base.state[flat]["step"] = step\n""", """            self.base.state[flat]["step"] = 0\n""", CP2, at(2, "weights", LM_HEAD),
+        """            self.base.state[flat]["step"] = step\n""", """            self.base.state[flat]["step"] = 0\n""",
+        CP2, at(2, "weights", LM_HEAD),
     ),
     Patch(
         "the first learning rate for ever", "stale", "stages/optimizer.py",

@@ -89,14 +89,14 @@ def _layout(cfg: Config) -> str:
     return layout_name(cfg.layout.tp, cfg.layout.cp, cfg.layout.dp, cfg.layout.zero)
 
 
-def synthetic_runs(folder: Path, layout: str = "cp2dp2") -> Runs:
+def synthetic_runs(folder: Path, layout: str = "cp2dp2", num_updates: int = 1) -> Runs:
     """Runs made in milliseconds, of few and small arrays."""
-    experiment = make_experiment(folder / "pristine", {name: LAYOUTS[name] for name in (ORACLE_LAYOUT, layout)})
-    return Runs(experiment.paths, experiment.configs, folder / "scratch", "synthetic runs")
+    experiment = make_experiment(folder / "pristine", {name: LAYOUTS[name] for name in (ORACLE_LAYOUT, layout)}, num_updates=num_updates)
+    return Runs(experiment.paths, experiment.configs, folder / "scratch", f"synthetic runs of {ORACLE_LAYOUT} and {layout}")
 
 
 def real_runs(folder: Path, root: Path = ROOT, experiment: str = REAL) -> Runs | None:
-    """The oracle's run and the last layout's, where that experiment has been run in this clone and its runs are equal."""
+    """The oracle's run and the last layout's, where that experiment has been run in the project `root` and its runs are equal."""
     paths = Paths(root)
     if not paths.comparison(experiment).exists() or read_json(paths.comparison(experiment))["verdict"] != "identical":
         return None
@@ -108,4 +108,5 @@ def real_runs(folder: Path, root: Path = ROOT, experiment: str = REAL) -> Runs |
     others = [key for key in configs if key not in oracles]
     if not oracles or not others:
         return None
-    return Runs(paths, {key: configs[key] for key in (oracles[0], others[-1])}, folder / "scratch", "runs of this clone")
+    chosen = oracles[0], others[-1]
+    return Runs(paths, {key: configs[key] for key in chosen}, folder / "scratch", f"runs {chosen[0]} and {chosen[1]}")

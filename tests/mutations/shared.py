@@ -18,7 +18,7 @@ def shared_sweep(runs: Runs) -> Iterator[Mutation]:
     Sidecars and readbacks are each layout's own.
     """
     for mutation in (*tensor_mutations(runs, runs.other), *json_mutations(runs, runs.other, every_rank=False)):
-        kind, _, what = mutation.group.partition(": ")
+        kind, _, what = mutation.row.partition(": ")
         if what.startswith(("sidecar", "readback", "checkpoint")):
             continue
         place = mutation.files[0].relative_to(runs.paths.run(runs.other))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
 
 from pipeline.errors import ResultsDiffer
 from tests.mutations.clone import ORACLE, Clone
@@ -12,11 +11,6 @@ from tests.mutations.patches_ranks import COUNTS, RANKS, STALE
 from tests.mutations.verdicts import Outcome, fault_of, said
 
 PATCHES = [*SUMS, *KERNELS, *RANKS, *STALE, *COUNTS]
-
-
-def source_outcomes(clone: Clone, patches: Iterable[Patch] = PATCHES) -> Iterator[Outcome]:
-    for patch in patches:
-        yield source_outcome(clone, patch)
 
 
 def source_outcome(clone: Clone, patch: Patch) -> Outcome:
@@ -28,4 +22,5 @@ def source_outcome(clone: Clone, patch: Patch) -> Outcome:
     if not fault and found.verdict == "different" and found.exit_code != ResultsDiffer.exit_code:
         fault = f"the command ended with {found.exit_code}, expected {ResultsDiffer.exit_code}"
     seconds = time.perf_counter() - started
-    return Outcome(f"{patch.name} ({patch.layout})", patch.group, patch.expected.text, said(found), fault, seconds)
+    name = f"{patch.name} ({patch.layout})"
+    return Outcome(name, f"source: {patch.kind}", name, patch.expected.text, said(found), fault, seconds)

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.digest import write_json
-from tests.mutations.elements import Stored, stored_tensors
+from pipeline.digest import canonical_json
+from tests.mutations.elements import Stored, new_file, stored_tensors
 from tests.mutations.mutation import Mutation
 from tests.mutations.runs import Runs
 from tests.mutations.verdicts import Expected
@@ -27,11 +27,15 @@ SUMMARY = {
 }  # fmt: skip
 
 
-def sweep(runs: Runs, of: str = "other", every_rank: bool = True) -> Iterator[Mutation]:
-    """Mutations of one run (of: "other" or "oracle"), and of the checkpoint. every_rank: else readbacks of each stage's last rank only."""
+def sweep(runs: Runs, of: str = "other", thorough: bool = True) -> Iterator[Mutation]:
+    """Mutations of one run (of: "other" or "oracle"), and of the checkpoint. thorough: else readbacks of each stage's last rank only, and
+    of the oracle's files only the tensors."""
     key = runs.other if of == "other" else runs.oracle
-    for mutation in (*tensor_mutations(runs, key), *json_mutations(runs, key, every_rank), *removals(runs, key, every_rank)):
-        yield replace(mutation, validated="all" if "checkpoint" in mutation.group else of)
+    mutations = [*tensor_mutations(runs, key)]
+    if thorough or of == "other":
+        mutations += [*json_mutations(runs, key, thorough), *removals(runs, key, thorough)]
+    for mutation in mutations:
+        yield replace(mutation, validated="all" if "checkpoint" in mutation.row else of)
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------------------
@@ -101,7 +105,7 @@ def said(expected: Expected, change: Callable[..., None], *args: Any) -> Callabl
 
 
 def put_value(path: Path, keys: tuple, value: Any) -> None:
-    write_json(path, replaced(json.loads(path.read_text()), keys, value))
+    new_file(path, f"{canonical_json(replaced(json.loads(path.read_text()), keys, value))}\n".encode())
 
 
 def leaves(content: Any, keys: tuple = ()) -> Iterator[tuple[tuple, Any]]:

@@ -35,10 +35,11 @@ class Found:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A row of the table."""
+    """What became of one mutation."""
 
     name: str
-    group: str
+    kind: str
+    row: str  # of the table: many alike share one
     expected: str
     found: str
     fault: str  # empty: found, and named as expected
