@@ -43,11 +43,13 @@ def score(job: entry.Job, model: CausalLM, folder: Path, readbacks: Path) -> flo
     """Writes the logprobs of the iteration's tokens with the evidence; the seconds that it took."""
     import torch
 
+    from pipeline.digest import sha256_tensor
     from pipeline.layout import micro_batches, owned_samples
     from pipeline.records import Rollout, save_arrays
     from stages import ranks
     from stages.batch import pack
     from stages.model import inverse_temperature
+    from stages.weights import write_hashes
 
     cfg, mesh = job.cfg, model.par.mesh
     rollout = Rollout.load(job.step.rollout)
@@ -66,6 +68,7 @@ def score(job: entry.Job, model: CausalLM, folder: Path, readbacks: Path) -> flo
     ranks.write_readback(readbacks, model, mesh, "reference", {"forwards": forwards, "backwards": 0})
     if mesh.rank == 0:
         save_arrays(folder / "ref.safetensors", {name: x.numpy() for name, x in gathered.items()})
+        write_hashes(folder, {name: sha256_tensor(x) for name, x in gathered.items()})
     return time.perf_counter() - started
 
 

@@ -81,7 +81,7 @@ def write_rollout(job: entry.Job, asked: list[Prompt], requests: list[Request], 
     import numpy as np
     from transformers import AutoTokenizer
 
-    from pipeline.digest import sha256_file, write_json
+    from pipeline.digest import sha256_file, sha256_json, sha256_tensor, write_json
     from pipeline.records import Rollout, tokens_sha256, write_jsonl
     from stages.rewards import reward
 
@@ -107,6 +107,7 @@ def write_rollout(job: entry.Job, asked: list[Prompt], requests: list[Request], 
     rows = zip(requests, completions, texts, rollout.rewards.tolist())
     write_jsonl(folder / "completions.jsonl", [text_row(prompts[r.prompt_id], r, c, text, score) for r, c, text, score in rows])
     summary = {
+        "sha256": {name: sha256_tensor(array) for name, array in vars(rollout).items()},
         "tokens_sha256": tokens_sha256(vars(rollout)),
         "completions_sha256": sha256_file(folder / "completions.jsonl"),
         "sample_count": len(requests),
@@ -114,7 +115,7 @@ def write_rollout(job: entry.Job, asked: list[Prompt], requests: list[Request], 
         "weight_version": job.step.version_in,
         "metrics": rollout_metrics(rollout, job.cfg.sampling.samples_per_prompt),
     }
-    write_json(folder / "summary.json", summary)
+    write_json(folder / "summary.json", {**summary, "digest": sha256_json(summary)})
 
 
 def text_row(prompt: Prompt, request: Request, completion: Completion, text: str, score: float) -> dict[str, Any]:

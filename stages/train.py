@@ -154,14 +154,20 @@ def one_update(trainer: Trainer, update: Update, tokens: TokenData, old: Tensor,
 
 
 def write_results(folder: Path, tokens: TokenData, old: Tensor, results: list[UpdateEvidence]) -> None:
-    from pipeline.digest import write_json
+    """Arrays and metrics, and hashes of both beside those of the gradients: a later reader can tell whether these are the bytes."""
+    from pipeline.digest import sha256_file, sha256_json, sha256_tensor, write_json
     from pipeline.records import save_arrays
 
     current = sum_of_steps(results, "current")
     arrays = {"old": old, "current": current, "entropy": sum_of_steps(results, "entropy"), "advantages": tokens.advantages}
     save_arrays(folder / "logprobs.safetensors", {name: x.numpy() for name, x in arrays.items()})
     write_json(folder / "metrics.json", {str(int(r.metrics["train/step"])): r.metrics for r in results})
-    write_json(folder / "hashes.json", {"updates": [{"gradients": r.gradients} for r in results]})
+    hashes = {
+        "updates": [{"gradients": r.gradients} for r in results],
+        "sha256": {name: sha256_tensor(x) for name, x in arrays.items()},
+        "metrics": sha256_file(folder / "metrics.json"),
+    }
+    write_json(folder / "hashes.json", {**hashes, "digest": sha256_json(hashes)})
 
 
 def sum_of_steps(results: list[UpdateEvidence], name: str) -> Tensor:

@@ -11,7 +11,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from pipeline.config import Checkpoint, Config, Data, Kernels, Layout, Objective, Sampling, experiment_digest
-from pipeline.digest import hash_safetensors, sha256_file, sha256_folder, sha256_tensor, tensors_digest, write_json
+from pipeline.digest import hash_safetensors, sha256_file, sha256_folder, sha256_json, sha256_tensor, tensors_digest, write_json
 from pipeline.evidence.chain import RunFiles
 from pipeline.evidence.readbacks import BACKEND_IDS, STAGES, expected_counts, expected_implementation
 from pipeline.layout import micro_batches, owned_samples, stage_mesh
@@ -20,7 +20,12 @@ from stages import validate
 
 LAYERS, VOCAB = 2, 17
 LAYOUTS = {"tp1cp1dp1": Layout(), "tp2": Layout(tp=2, micro_batch=2), "cp2dp2": Layout(cp=2, dp=2, zero=3, packing=False)}
-SHAPES = {"model.embed_tokens.weight": (VOCAB, 4), "model.layers.0.mlp.up_proj.weight": (6, 4), "model.norm.weight": (4,)}
+SHAPES = {
+    "model.embed_tokens.weight": (VOCAB, 4),
+    "model.layers.0.mlp.gate_proj.weight": (6, 4),
+    "model.layers.0.mlp.up_proj.weight": (6, 4),
+    "model.norm.weight": (4,),
+}
 
 
 @dataclass
@@ -123,11 +128,13 @@ def write_rollout(files: RunFiles, iteration: int) -> dict[str, np.ndarray]:
         "sample_count": len(responses),
         "token_count": len(arrays["tokens"]),
         "completions_sha256": sha256_file(folder / "completions.jsonl"),
+        "sha256": {name: sha256_tensor(array) for name, array in arrays.items()},
         "tokens_sha256": tensors_digest({name: sha256_tensor(arrays[name]) for name in ("tokens", "lengths", "prompt_lengths")}),
         "weight_version": f"weight_v{iteration:06d}",
     }
-    write_json(folder / "summary.json", summary)
-    save(files.iteration(iteration) / "ref_logprob" / "ref.safetensors", {"logprobs": arrays["logprobs"] - np.float32(0.125)})
+    write_json(folder / "summary.json", summary | {"digest": sha256_json(summary)})
+    reference = {"logprobs": arrays["logprobs"] - np.float32(0.125)}
+    save_tensors(files.iteration(iteration) / "ref_logprob", {"ref": reference}, prefixed=False)
     return arrays
 
 
@@ -159,13 +166,15 @@ def write_train(files: RunFiles, iteration: int, rollout: dict[str, np.ndarray])
     write_json(folder / "metrics.json", metrics)
     version = iteration + 1
     state = {"exp_avg": parameters(2000 + version), "exp_avg_sq": parameters(3000 + version)}
-    hashes: dict[str, Any] = save_tensors(files.state(version), state, prefixed=True)
+    for moment in state.values():
+        moment["model.embed_tokens.weight"][3] = 0.0  # a token that never came up
+    save_tensors(files.state(version), state, prefixed=True)
     write_json(files.state(version) / "step.json", {"step": iteration * files.num_updates})
     write_json(files.weights(version) / "config.json", model_config())
-    hashes["weights"] = save_tensors(files.weights(version), {"model": parameters(iteration)}, prefixed=False)["model"]
-    own = {"old_logprob": "old", "current_logprob": "current", "advantages": "advantages"}
-    hashes |= {name: sha256_tensor(logprobs[tensor]) for name, tensor in own.items()}
-    write_json(folder / "hashes.json", {**hashes, **(updates[0] if len(updates) == 1 else {"updates": updates})})
+    save_tensors(files.weights(version), {"model": parameters(iteration)}, prefixed=False)
+    arrays = {name: sha256_tensor(array) for name, array in logprobs.items()}
+    hashes = {"updates": updates, "sha256": arrays, "metrics": sha256_file(folder / "metrics.json")}
+    write_json(folder / "hashes.json", hashes | {"digest": sha256_json(hashes)})
 
 
 def write_sidecars(files: RunFiles, cfg: Config, iteration: int) -> None:

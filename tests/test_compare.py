@@ -155,7 +155,7 @@ def test_a_changed_metric_is_found(experiment):
 
 def test_a_gradient_is_found_before_the_weights_that_follow_from_it(experiment):
     run = experiment.paths.run(OTHER)
-    edit_json(run / "i0001/train/hashes.json", lambda h: h["gradients"].update({"model.norm.weight": "ab" * 32}))
+    edit_json(run / "i0001/train/hashes.json", lambda h: h["updates"][0]["gradients"].update({"model.norm.weight": "ab" * 32}))
     edit_json(run / "i0001/train/metrics.json", lambda m: m["0"].update({"train/grad_norm": 0.5}))
     edit_arrays(run / "weights/weight_v000002/model.safetensors", add_ulp("model.norm.weight", 0))
     record = comparison_of(experiment)
@@ -298,7 +298,7 @@ EVERYWHERE = {  # what every run lacks is equal in all of them, and still no evi
         "has no entropy",
     ),
     "a gradient": (
-        lambda files: edit_json(files.iteration(1) / "train/hashes.json", lambda c: c["gradients"].pop("model.norm.weight")),
+        lambda files: edit_json(files.iteration(1) / "train/hashes.json", lambda c: c["updates"][0]["gradients"].pop("model.norm.weight")),
         "are not of the same tensors (the first: model.norm.weight)",
     ),
     "precision": (
@@ -316,4 +316,5 @@ def test_what_every_run_lacks_is_a_difference(experiment, name):
     for key in experiment.configs:
         damage(experiment.files(key))
     record = comparison_of(experiment)
-    assert record["verdict"] == "different" and said in " ".join(record["reasons"]), record["reasons"]
+    errors = [error for run in record["runs"] for error in run["validation"]["errors"]]
+    assert record["verdict"] == "different" and said in " ".join(errors), errors

@@ -154,7 +154,7 @@ def test_rollout_and_trainer_must_agree_on_every_bit(experiment):
     errors = "\n".join(record["errors"])
     assert "1 of 26 old logprobs differ in bits from the rollout's" in errors
     assert "1 of 26 current logprobs differ in bits from the old ones" in errors
-    assert "hashes.json: old_logprob" in errors
+    assert "hashes.json: sha256 of 1 tensors is not the hash of the stored bytes (the first: old)" in errors
 
 
 def test_a_zero_of_the_other_sign_is_a_mismatch_that_values_do_not_show(experiment):

@@ -114,6 +114,8 @@ class FrameworkReadbacks:
         allowed = BUILDS if self.kernel_build == "auto" else (f"cpu.{self.kernel_build}",)
         if readback["kernel_build"] not in allowed:
             self.errors.append(f"{place}: kernel_build is {readback['kernel_build']}, expected {' or '.join(allowed)}")
+        if "torch" not in readback["versions"]:
+            self.errors.append(f"{place}: versions has no torch")
         for package, version in readback["versions"].items():
             self.versions.setdefault(package, set()).add(version)
         forwards, backwards = counts

@@ -103,6 +103,6 @@ def completions(files: RunFiles) -> list[dict[str, Any]]:
         try:
             lines = path.read_text(encoding="utf-8").split("\n")[:MAX_COMPLETIONS]  # splitlines() would cut at U+2028 inside a text
             rows += [{"iteration": iteration, **json.loads(line)} for line in lines if line]
-        except (OSError, ValueError):
+        except (OSError, ValueError, TypeError):  # TypeError: a line that holds no object
             continue
     return rows

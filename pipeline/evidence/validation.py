@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.digest import float_hex, read_json, sha256_file, tensors_digest, write_json
+from pipeline.digest import float_hex, read_json, write_json
 from pipeline.evidence.chain import GRADIENT_NORM, Evidence, RunFiles, read_evidence, relative, updates_of
+from pipeline.evidence.hashes import check_gradients, check_hashes, check_model_files, sha256_or_none
 from pipeline.evidence.readbacks import count_micro_batches, read_frameworks
-from pipeline.evidence.recorded import read_metrics, recorded_object, value_at
+from pipeline.evidence.recorded import read_metrics, recorded_object
 from pipeline.evidence.sidecars import SidecarComparison, count_unequal
 from pipeline.layout import layout_name, stage_mesh
 from pipeline.records import tokens_sha256
@@ -30,7 +31,7 @@ EAGER = {"applicable": False, "reason": "the CPU engine runs every step eagerly;
 def validate(cfg: Any, files: RunFiles, evidence: Evidence | None = None) -> dict[str, Any]:
     """The validation record of one run. cfg: the run's whole configuration (`pipeline.config.Config` or its OmegaConf form)."""
     evidence = evidence or read_evidence(files)
-    errors = [*evidence.problems, *check_hashes(evidence), *check_gradients(evidence), *check_model_files(files)]
+    errors = [*evidence.problems, *check_gradients(evidence), *check_hashes(evidence), *check_model_files(files)]
     rollouts = {i: _arrays(files, i, errors) for i in range(1, files.iterations + 1)}
     complete = {i: arrays for i, arrays in rollouts.items() if arrays is not None}
     for iteration, arrays in complete.items():
@@ -105,69 +106,6 @@ def _num_layers(files: RunFiles, errors: list[str]) -> int:
         return 0
 
 
-def check_hashes(evidence: Evidence) -> list[str]:
-    """Hashes that the stages recorded when they wrote (tensors.json, hashes.json) against those of the bytes that are there now."""
-    errors, files = [], evidence.files
-    for link in evidence.links:
-        if link.source is None or not link.source.exists():
-            continue
-        if link.quantity in ("exp_avg", "exp_avg_sq", "weights"):
-            prefix = "" if link.quantity == "weights" else f"{link.quantity}/"
-            errors += _compare_recorded(link.source.parent / "tensors.json", prefix, link.parts, files)
-        if link.iteration == 0:
-            continue
-        path = files.iteration(link.iteration) / "train" / "hashes.json"
-        recorded = value_at(path, (link.quantity,))  # beside the gradients it may repeat what is stored; then it must be right
-        if recorded is not None and recorded not in (link.parts, *link.parts.values()):
-            errors.append(f"{relative(path, files.project)}: {link.quantity} is not the hash of the stored bytes")
-    return errors
-
-
-def _sha256(path: Path) -> str | None:
-    try:
-        return sha256_file(path)
-    except OSError:
-        return None
-
-
-def check_gradients(evidence: Evidence) -> list[str]:
-    """A gradient hash for every tensor that was trained, and for no other: what all runs lack would be equal in all of them."""
-    errors = []
-    for link in evidence.links:
-        weights = evidence.link(link.iteration, "weights")
-        if link.quantity == "gradients" and link.parts and weights and set(link.parts) != set(weights.parts):
-            name = min(set(link.parts) ^ set(weights.parts))
-            errors.append(
-                f"i{link.iteration:04d}: gradients of step {link.step} and weights are not of the same tensors (the first: {name})"
-            )
-    return errors
-
-
-def check_model_files(files: RunFiles) -> list[str]:
-    """The small files beside exported weights are the checkpoint's own bytes; config.json decides what the weights mean."""
-    errors = []
-    for version in range(2, files.iterations + 2):
-        for name in ("config.json", "generation_config.json"):
-            path = files.weights(version) / name
-            if _sha256(path) != _sha256(files.checkpoint_folder / name):
-                errors.append(f"{relative(path, files.project)}: is not the checkpoint's {name}")
-    return errors
-
-
-def _compare_recorded(path: Path, prefix: str, parts: dict[str, str], files: RunFiles) -> list[str]:
-    recorded, place = value_at(path, ("sha256",)), relative(path, files.project)
-    if not isinstance(recorded, dict):
-        return [f"{place}: no sha256 to hold the stored bytes against"]
-    if value_at(path, ("digest",)) != tensors_digest(recorded):
-        return [f"{place}: digest is not that of its sha256"]
-    recorded = {name: sha for name, sha in recorded.items() if name.startswith(prefix)}
-    stored = {f"{prefix}{name}": sha for name, sha in parts.items()}
-    unequal = sorted(name for name in {*recorded, *stored} if recorded.get(name) != stored.get(name))
-    if not unequal:
-        return []
-    return [f"{place}: sha256 of {len(unequal)} tensors is not the hash of the stored bytes (the first: {unequal[0]})"]
-
-
 def check_iteration(cfg: Any, files: RunFiles, iteration: int, arrays: dict[str, np.ndarray]) -> list[str]:
     """Counts, shapes, steps and the numbers that follow from the arrays."""
     place, errors = f"i{iteration:04d}", []
@@ -187,7 +125,7 @@ def check_iteration(cfg: Any, files: RunFiles, iteration: int, arrays: dict[str,
     expect("tokens_sha256 of the rollout's summary", summary.get("tokens_sha256"), tokens_sha256(arrays))
     expect(
         "sha256 of completions.jsonl",
-        _sha256(files.iteration(iteration) / "rollout" / "completions.jsonl"),
+        sha256_or_none(files.iteration(iteration) / "rollout" / "completions.jsonl"),
         summary.get("completions_sha256"),
     )
     expect("weight_version of the rollout", summary.get("weight_version"), f"weight_v{iteration:06d}")
@@ -218,13 +156,10 @@ def scalar_rows(files: RunFiles, complete: dict[int, dict[str, np.ndarray]]) -> 
         if len(own) != files.num_updates:
             errors.append(f"i{iteration:04d}: {len(own)} of {files.num_updates} optimizer steps report a mismatch count")
             continue
-        counted = {
-            "active tokens": (sum(row["active_token_count"] for row in own), len(arrays["rollout"])),
-            "mismatches of current and rollout logprobs": (
-                sum(row["bitwise_mismatch_count"] for row in own),
-                count_unequal(arrays["current"], arrays["rollout"]),
-            ),
-        }
+        counted = {"active tokens": (sum(row["active_token_count"] for row in own), len(arrays["rollout"]))}
+        if len(arrays["current"]) == len(arrays["rollout"]):  # unequal sizes have their error already
+            mismatches = sum(row["bitwise_mismatch_count"] for row in own), count_unequal(arrays["current"], arrays["rollout"])
+            counted["mismatches of current and rollout logprobs"] = mismatches
         for what, (metric, stored) in counted.items():
             if metric != stored:
                 errors.append(f"i{iteration:04d}: the trainer counted {metric:g} {what}, the stored arrays have {stored}")
