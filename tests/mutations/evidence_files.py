@@ -79,7 +79,7 @@ def added_sidecar(runs: Runs) -> Expected:
 def stale_sidecars(runs: Runs) -> Expected:
     shutil.rmtree(folder(runs, "i0002/sidecars"))
     shutil.copytree(folder(runs, "i0001/sidecars"), folder(runs, "i0002/sidecars"))
-    return Expected(reason="i0002/sidecars/")
+    return Expected(reason="i0002/sidecars/rank00000.call00000000.safetensors: ")
 
 
 def readback(name: str, stage: str, change: Callable[[dict[str, Any]], None], reason: str) -> Mutation:

@@ -146,7 +146,7 @@ def stale_state(runs: Runs) -> Expected:
     old, new = (folder(runs, f"state/state_v00000{version}") for version in (2, 3))
     name, index = first_unequal(new / "exp_avg.safetensors", old / "exp_avg.safetensors")
     replace_folder(old, new)
-    return Expected(place(2, "exp_avg", tensor=name, index=index), "step in runs/")
+    return Expected(place(2, "exp_avg", tensor=name, index=index), "state/state_v000003/step.json is ")
 
 
 def missing(name: str, expected: Expected) -> Callable[[Runs], Expected]:
