@@ -1,0 +1,41 @@
+"""Is it a report at all? By the schemas beside this file: ours as the pipeline writes it, closed where its schema is open, or the published one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from . import schema
+
+COMPARISON = "lockstep.comparison.v1"
+
+
+def is_ours(report: dict[str, Any]) -> bool:
+    return "schema_version" in report
+
+
+def check(report: Any) -> None:
+    """ValueError, of one line, when it is no comparison report."""
+    if not isinstance(report, dict):
+        raise ValueError(f"no report: holds a {type(report).__name__} where an object is expected")
+    found = list(_errors(report))
+    if found:
+        raise ValueError(f"no report: {found[0]}" + (f" (and {len(found) - 1} more)" if len(found) > 1 else ""))
+
+
+def _errors(report: dict[str, Any]) -> Iterator[str]:
+    if not is_ours(report):
+        yield from _fit(report, "published", "report")
+        return
+    found = list(_fit(report, "comparison", "report"))
+    yield from found
+    if found:
+        return
+    yield from _fit(report, "fields", "report")
+    for i, run in enumerate(report["runs"]):
+        yield from _fit(run["validation"], "validation", f"report.runs.{i}.validation")
+
+
+def _fit(value: Any, name: str, place: str) -> Iterator[str]:
+    document = schema.load(name)
+    yield from schema.errors(value, document, document, place)

@@ -1,0 +1,47 @@
+"""All checks of a report by itself, and what it can't show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import form
+from .chains import check_chains, check_links, check_totals
+from .checks import Checks, Enough
+from .comparisons import check_hashes, check_metric_rows, check_norms, check_tokens
+from .first_difference import check_difference
+from .metrics import check_identities, check_steps
+from .performance import check_performance
+from .readbacks import check_readbacks
+from .samples import check_completions, check_token_logprobs
+from .validations import check_validations
+from .verdict import check_names, check_verdict
+
+BOTH = (check_steps, check_identities, check_performance, check_validations, check_readbacks, check_tokens, check_norms, check_hashes)
+OURS = (
+    check_names, check_chains, check_links, check_metric_rows, check_totals, check_verdict, check_difference, check_completions,
+    check_token_logprobs,
+)  # fmt: skip
+CANNOT_KNOW = (
+    "whether the hashes are those of files that exist: a report can be forged as a whole, every digest computed again; only the run"
+    " folders show that (--root, --run)",
+    "whether the times were measured, beyond the sums and ratios between them",
+    "whether the kernels that the readbacks name computed the values",
+    "whether the texts are those of the hashed tokens",
+)
+
+
+def verify(report: Any, stop_at_first: bool = False) -> Checks:
+    """All checks of a report. ValueError when it is no comparison report at all."""
+    form.check(report)
+    checks = Checks(stop_at_first)
+    for check in (*BOTH, *OURS) if form.is_ours(report) else BOTH:
+        try:
+            check(report, checks)
+        except Enough:
+            break
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            # the schemas leave little room for this; what can't be followed is not consistent
+            checks.faults.append(f"{check.__name__.removeprefix('check_')}: cannot be followed ({type(error).__name__}: {error})")
+            if stop_at_first:
+                break
+    return checks
