@@ -19,7 +19,7 @@ COUNTERS = ("train/step", BATCH)  # an integer in one trainer, a float in anothe
 FRACTIONS = ("train/pg_clipfrac", "train/tis_clipfrac", "rollout/frac_zero_std", "rollout/truncated_frac", "rollout/reward_mean")
 NOT_NEGATIVE = (
     "train/ois", "train/tis", "train/tis_abs", "train/grad_norm", "rollout/reward_std", "rollout/response_length_mean",
-    MISMATCH, MAX_ABS_DIFF, NUMEL, ABS_DIFF, BATCH,
+    MISMATCH, MAX_ABS_DIFF, NUMEL, ABS_DIFF, BATCH, *FRACTIONS,
 )  # fmt: skip
 TWO_DIGITS = [float(f"{digits}e{exponent}") for exponent in range(-6, 0) for digits in range(1, 100)]
 PROPOSERS = 8  # steps whose losses are asked for coefficients
@@ -71,8 +71,10 @@ def _check_value(place: str, name: str, value: Any, fp64: bool, checks: Checks) 
         return
     if name.startswith("train/") and not fp64:
         checks.that(fp32(value) == value, place, f"{value} is no fp32 number")
-    checks.that(math.copysign(1, value) > 0 or name not in (*NOT_NEGATIVE, *FRACTIONS), place, f"{value} is negative")
-    checks.that(value <= 1 or name not in FRACTIONS, place, f"{value} is above 1")
+    if name in NOT_NEGATIVE:
+        checks.that(math.copysign(1, value) > 0, place, f"{value} is negative")
+    if name in FRACTIONS:
+        checks.that(value <= 1, place, f"{value} is above 1")
 
 
 def check_identities(report: dict[str, Any], checks: Checks) -> None:

@@ -30,18 +30,23 @@ CANNOT_KNOW = (
 )
 
 
-def verify(report: Any, stop_at_first: bool = False) -> Checks:
+def verify(report: Any) -> Checks:
     """All checks of a report. ValueError when it is no comparison report at all."""
     form.check(report)
+    return check_values(report)
+
+
+def check_values(report: dict[str, Any], stop_at_first: bool = False) -> Checks:
+    """Every value against the others."""
     checks = Checks(stop_at_first)
     for check in (*BOTH, *OURS) if form.is_ours(report) else BOTH:
         try:
             check(report, checks)
         except Enough:
-            break
+            return checks
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             # the schemas leave little room for this; what can't be followed is not consistent
             checks.faults.append(f"{check.__name__.removeprefix('check_')}: cannot be followed ({type(error).__name__}: {error})")
             if stop_at_first:
-                break
+                return checks
     return checks

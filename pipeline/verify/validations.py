@@ -14,6 +14,8 @@ DISTANCES = ("max_abs_diff", "mismatch_kl", "mismatch_k3_kl", "train_rollout_log
 
 
 def check_validations(report: dict[str, Any], checks: Checks) -> None:
+    sources = {run["validation"]["runtime_scalar_logprob"]["evidence_source"] for run in report["runs"]}
+    checks.that(len(sources) == 1, "runtime_scalar_logprob.evidence_source", "differs between runs of one writer")
     for run in report["runs"]:
         v, place = run["validation"], f"{run['run_id']}: validation"
         checks.equal(f"{place}.run_id", v["run_id"], run["run_id"])
