@@ -28,7 +28,7 @@ def unnoticed(report: dict[str, Any], per_place: int | None = None) -> list[str]
         if per_place is not None and len(paths) > per_place:
             paths = paths[: -(-per_place // 2)] + paths[-(per_place // 2) :]
         for path in paths:
-            for kind, parent, key, value in doctorings(report, path):
+            for kind, parent, key, value in doctorings(report, path, ends_only=per_place is not None):
                 label = f"{kind}: {name}"
                 if label not in found and not _refused(report, parent, key, value):
                     found[label] = None
@@ -47,8 +47,8 @@ def pattern(path: Path) -> str:
     return ".".join("*" if isinstance(key, int) or key.isdecimal() else key for key in path) or "report"
 
 
-def doctorings(report: dict[str, Any], path: Path) -> Iterator[tuple[str, Any, str | int, Any]]:
-    """(what is done, container, key, new value) of everything that is done to the node at `path`."""
+def doctorings(report: dict[str, Any], path: Path, ends_only: bool = False) -> Iterator[tuple[str, Any, str | int, Any]]:
+    """(what is done, container, key, new value) of everything that is done to the node at `path`; of a list, at both ends or everywhere."""
     parent, key = {"": report}, ""
     for step in path:
         parent, key = parent[key], step  # type: ignore[index]
@@ -58,10 +58,11 @@ def doctorings(report: dict[str, Any], path: Path) -> Iterator[tuple[str, Any, s
             yield "field dropped", parent, key, {other: value for other, value in node.items() if other != name}
         yield "field added", parent, key, {**node, "unknown": next(iter(node.values()), 1)}
     elif isinstance(node, list):
-        for i in range(len(node)):
+        indices = [0, 1, len(node) - 2, len(node) - 1] if ends_only and len(node) > 4 else range(len(node))
+        for i in indices:
             yield "element dropped", parent, key, node[:i] + node[i + 1 :]
-        for i in range(len(node) - 1):
-            if not same(node[i], node[i + 1]):
+        for i in indices:
+            if i + 1 < len(node) and not same(node[i], node[i + 1]):
                 yield "neighbours swapped", parent, key, [*node[:i], node[i + 1], node[i], *node[i + 2 :]]
         yield "element added", parent, key, [*node, node[-1] if node else "1"]
     else:

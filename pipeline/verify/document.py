@@ -96,4 +96,8 @@ def canonical(value: Any) -> bytes:
 
 
 def sha256(value: Any) -> str:
-    return hashlib.sha256(canonical(value)).hexdigest()
+    return sha256_bytes(canonical(value))
+
+
+def sha256_bytes(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
