@@ -1,4 +1,4 @@
-"""Run folders whose every number follows its definition, as far as tiny arrays allow: what the verifier recomputes must come out the same."""
+"""Run folders whose numbers follow their definitions, as far as tiny arrays allow: what the verifier recomputes must come out the same."""
 
 from __future__ import annotations
 

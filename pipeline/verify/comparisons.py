@@ -47,7 +47,9 @@ def check_hashes(report: dict[str, Any], checks: Checks) -> None:
         _check_adam(report, [f"state_v{number + 1:06d}" for number in iteration_numbers], checks, counts)
         _check_logprobs(report, list(iteration_numbers), checks)
     if not ours or all(run["validation"]["passed"] for run in runs):
-        checks.that(len(counts) == 1 and min(counts) > 0, "tensor_count", f"differs between weights, gradients and moments: {sorted(counts)}")
+        checks.that(
+            len(counts) == 1 and min(counts) > 0, "tensor_count", f"differs between weights, gradients and moments: {sorted(counts)}"
+        )
         checks.that(rows[0]["tensor_count"] - min(counts) in (0, 1), "tensor_count", f"of the checkpoint is {rows[0]['tensor_count']}")
         if not ours:
             checks.equal("tensor_count of the checkpoint", rows[0]["tensor_count"], min(counts))
@@ -80,7 +82,9 @@ def _check_hashes(row: dict[str, Any], unequal: str, place: str, num_runs: int, 
     checks.equal(f"{place}: number of hashes", len(hashes), num_runs)
     checks.that(all(own is None or SHA256.fullmatch(own) for own in hashes), f"{place}: sha256", "holds what is no sha256")
     checks.equal(f"{place}: bitwise_equal", row["bitwise_equal"], alike(hashes))
-    checks.that((not names) == alike(hashes) or not any(hashes), f"{place}: {unequal}", f"names {len(names)} tensors, which contradicts the hashes")
+    checks.that(
+        (not names) == alike(hashes) or not any(hashes), f"{place}: {unequal}", f"names {len(names)} tensors, which contradicts the hashes"
+    )
     checks.that(names == sorted(set(names)) and len(names) <= row["tensor_count"], f"{place}: {unequal}", "are not names of its tensors")
 
 

@@ -21,7 +21,7 @@ WHY_OURS = {
     "first_difference": "an element of a file; the text only repeats it, and --root reads the file",
     "reasons": "a file that was gone or damaged when the runs were compared",
     "runs.*.completions": "text, of which the report has no hash; --root has the file",
-    "runs.*.execution": "settings that may change no bit; only those show up again that decide how many ranks there are and what each calls",
+    "runs.*.execution": "settings that may change no bit; only what decides the number of ranks and of calls shows up again",
     "runs.*.executed_or_cached": "whether something ran here is known from times only, and there are none",
     "runs.*.performance": TIMES,
     "runs.*.tokens": "hashes tokens, and lengths of prompts, which only --root reads",
@@ -38,7 +38,7 @@ WHY_PUBLISHED = {
     "runs.*.steps.*.train/entropy_loss": "enters the loss with a coefficient of 0",
     "runs.*.steps.*.train/pg_loss": "the sign of a 0 changes no loss",
     "runs.*.steps.*.train/tis_clipfrac": "the bounds of the weight are not in the report",
-    "runs.*.performance.*.perf/train_time": "the training block holds more than its four parts, and the step's time rounds the last digit away",
+    "runs.*.performance.*.perf/train_time": "the training block has more than its four parts, and the step's time rounds the last digit away",
     "runs.*.performance": TIMES,
     "runs": "where all runs are equal, their order says nothing",
 }

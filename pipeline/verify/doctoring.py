@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from . import form, report as whole
+from . import form
+from . import report as whole
 from .document import same
 
 Path = tuple[str | int, ...]

@@ -71,7 +71,9 @@ def _check_tensor(report: dict[str, Any], found: dict[str, Any], oracle: dict[st
     names = PARTS.get(quantity) or _section_names(report, found)
     checks.that(tensor in names, "first_difference.tensor", f"{tensor} is none of the unequal ones")
     exact = len(report["runs"]) == 2 and quantity not in PARTS or len(names) == 1
-    checks.that(count == len(names) if exact else 0 < count <= len(names), "first_difference.unequal_tensors", f"is {count} of {len(names)}")
+    checks.that(
+        count == len(names) if exact else 0 < count <= len(names), "first_difference.unequal_tensors", f"is {count} of {len(names)}"
+    )
 
 
 def _section_names(report: dict[str, Any], found: dict[str, Any]) -> list[str]:
@@ -96,8 +98,10 @@ def _check_element(found: dict[str, Any], checks: Checks) -> None:
     checks.that(packed or (found["sample"], found["position"]) == (None, None), "first_difference.sample", "is of a quantity that has none")
     if packed and found["position"] is None:  # one value a sample
         checks.equal("first_difference.sample", [found["sample"]], index)
-    if found["position"] is not None:
-        checks.that(0 <= found["position"] <= index[0] and 0 <= found["sample"] <= index[0], "first_difference.position", "is beyond the index")
+    if found["position"] is not None and index:
+        checks.that(
+            0 <= found["position"] <= index[0] and 0 <= found["sample"] <= index[0], "first_difference.position", "is beyond the index"
+        )
 
 
 def _text(found: dict[str, Any]) -> str:

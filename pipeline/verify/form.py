@@ -1,4 +1,4 @@
-"""Is it a report at all? By the schemas beside this file: ours as the pipeline writes it, closed where its schema is open, or the published one."""
+"""Is it a report at all? By the schemas in this folder: that of the pipeline, closed where it is open, or that of the published report."""
 
 from __future__ import annotations
 

@@ -150,7 +150,9 @@ def _check_iteration(run: dict[str, Any], steps: list[str], checks: Checks) -> N
     checks.that(sum(run["steps"][step][BATCH] for step in steps) == samples, f"{place}: sample_count", "is not that of its steps")
     per_sample = 1 if "chain" in run else samples  # the published counts are means over samples
     active = sum(run["steps"][step][NUMEL] for step in steps) * per_sample
-    checks.that(row["token_count"] >= active + samples, f"{place}: token_count", "is less than one prompt token a sample and the response tokens")
+    checks.that(
+        row["token_count"] >= active + samples, f"{place}: token_count", "is less than one prompt token a sample and the response tokens"
+    )
     if "rollout/response_length_mean" in first:
         checks.equal(f"{place}: rollout/response_length_mean", first["rollout/response_length_mean"], active / samples)
     for name in ("rollout/truncated_frac", "rollout/frac_zero_std"):

@@ -1,7 +1,7 @@
 """The metrics of an optimizer step, computed again from the stored per-token arrays, bit for bit.
 
-Per token, l = current, lo = old, lr = rollout, lf = reference logprob, A = advantage, H = entropy: single fp32 operations, as the trainer makes
-them. Sums over tokens are exact (math.fsum), rounded once.
+Per token, l = current, lo = old, lr = rollout, lf = reference logprob, A = advantage, H = entropy: single fp32 operations, as the trainer
+makes them. Sums over tokens are exact (math.fsum), rounded once.
 """
 
 from __future__ import annotations

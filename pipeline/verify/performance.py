@@ -31,7 +31,7 @@ def check_performance(report: dict[str, Any], checks: Checks) -> None:
                 continue
             _check_sums(times, place, ours, checks)
             _check_rates(times, run["tokens"][step]["token_count"], place, checks)
-            found = _operations(times, world_size(run) if ours else 1)
+            found = operations(times, world_size(run) if ours else 1)
             if times.get("log_probs_tflops") is not None:
                 checks.that(found, f"{place}: *_tflops", "are not one number of operations over the three times")
                 work.setdefault(step, set()).add(found or 0)
@@ -54,7 +54,11 @@ def _check_fields(row: dict[str, Any], times: dict[str, Any], place: str, checks
     text = f"no timing of {', '.join(absent)}: not run here (cached), or its log is gone"
     checks.equal(f"{place}: reason", row["reason"], text if absent else None)
     for name, parts in (("train_time", PARTS), ("step_time", ("train_wait_time", "train_time"))):
-        checks.that((times[name] is None) == any(times[part] is None for part in parts), f"{place}: {name}", "is there without its parts, or not with them")
+        checks.that(
+            (times[name] is None) == any(times[part] is None for part in parts),
+            f"{place}: {name}",
+            "is there without its parts, or not with them",
+        )
     return not absent and kinds
 
 
@@ -84,7 +88,7 @@ def _check_rates(times: dict[str, float], tokens: int, place: str, checks: Check
     checks.equal(f"{place}: actor_train_tok_per_s", times["actor_train_tok_per_s"], tokens / times["actor_train_time"])
 
 
-def _operations(times: dict[str, Any], ranks: int) -> int | None:
+def operations(times: dict[str, Any], ranks: int) -> int | None:
     """The whole number of operations of a forward pass that gives all three rates, or None."""
     if any(times.get(f"{name}_tflops") is None for name in RATES):
         return None
@@ -106,4 +110,3 @@ def _check_executed(run: dict[str, Any], checks: Checks) -> None:
     for stage, names in STAGES.items() if executed and rows else ():
         timed = all(row[f"perf/{name}"] is not None for row in rows for name in names)
         checks.equal(f"{run['run_id']}: executed_or_cached.{stage}", executed[stage], "executed" if timed else "cached")
-

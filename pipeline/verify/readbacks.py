@@ -107,7 +107,9 @@ def _check_environment(report: dict[str, Any], run: dict[str, Any], frameworks: 
     for name, framework in frameworks.items():
         builds = framework["kernel_builds"]
         checks.that(len(builds) == 1, f"{place}.{name}.kernel_builds", "are several, or none")
-        checks.that(set(builds) <= set(BUILDS.get(wanted, (f"cpu.{wanted}",))), f"{place}.{name}.kernel_builds", f"are not as asked for, {wanted}")
+        checks.that(
+            set(builds) <= set(BUILDS.get(wanted, (f"cpu.{wanted}",))), f"{place}.{name}.kernel_builds", f"are not as asked for, {wanted}"
+        )
         for package, versions in framework["versions"].items():
             checks.that(len(versions) == 1, f"{place}.{name}.versions.{package}", "are several, or none")
             if package in packages:
@@ -125,4 +127,8 @@ def _check_published(report: dict[str, Any], checks: Checks) -> None:
             for module, own in framework["modules"].items():
                 where = f"{place}.{name}.{module}"
                 checks.equal(f"{where}.installed_processes", own["installed_processes"], framework["readback_count"])
-                checks.that(own["call_count"] % framework["modules"]["logp"]["call_count"] == 0, f"{where}.call_count", "is no multiple of the forwards")
+                checks.that(
+                    own["call_count"] % framework["modules"]["logp"]["call_count"] == 0,
+                    f"{where}.call_count",
+                    "is no multiple of the forwards",
+                )

@@ -21,12 +21,17 @@ OURS = (
     check_names, check_chains, check_links, check_metric_rows, check_totals, check_verdict, check_difference, check_completions,
     check_token_logprobs,
 )  # fmt: skip
+HASHES = (
+    "whether the hashes are those of files that exist: a report can be forged as a whole, every digest computed again; only the run folders"
+    " show that (--root, --run)"
+)
+FILES = (
+    "whether the files were computed: a whole project can be forged as well; running it again (verify=fresh) gives the digest or not",
+    "whether the tokens have the texts beside them, which takes the tokenizer",
+)
 CANNOT_KNOW = (
-    "whether the hashes are those of files that exist: a report can be forged as a whole, every digest computed again; only the run"
-    " folders show that (--root, --run)",
     "whether the times were measured, beyond the sums and ratios between them",
     "whether the kernels that the readbacks name computed the values",
-    "whether the texts are those of the hashed tokens",
 )
 
 

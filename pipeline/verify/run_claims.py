@@ -19,7 +19,6 @@ def check_claims(own: RunFiles, checks: Checks) -> None:
         _check_steps(own, number, steps, checks)
         _check_tokens(own, number, steps[0], checks)
         _check_completions(own, number, checks)
-        _check_recorded(own, number, checks)
 
 
 def _check_steps(own: RunFiles, number: int, steps: list[str], checks: Checks) -> None:
@@ -43,38 +42,50 @@ def _check_tokens(own: RunFiles, number: int, step: str, checks: Checks) -> None
         "sha256": link_digest({name: source.hashes[name] for name in names}),
         "token_count": math.prod(source.entries["tokens"].shape),
     }
-    checks.equal(f"{own.key}: tokens of step {step}", own.run["tokens"][step], found)
-    summary = own.json(f"i{number:04d}", "rollout", "summary.json")
-    for name, value in {"sample_count": found["sample_count"], "token_count": found["token_count"], "tokens_sha256": found["sha256"]}.items():
-        checks.equal(f"{own.key}: i{number:04d}/rollout/summary.json: {name}", summary.get(name), value)
-    checks.equal(f"{own.key}: i{number:04d}/rollout/summary.json: weight_version", summary.get("weight_version"), f"weight_v{number:06d}")
+    checks.equal(f"{own.key}: tokens of step {step}", own.run["tokens"].get(step), found)
 
 
 def _check_completions(own: RunFiles, number: int, checks: Checks) -> None:
-    """The first lines of the file, and the hash of all of it that the rollout left."""
-    place = f"i{number:04d}/rollout/completions.jsonl"
+    """The first lines of the file."""
     data = own.attempt(lambda: own.folder.below(f"i{number:04d}", "rollout").read("completions.jsonl"))
-    if data is None:
-        return
-    lines = [line for line in data.split(b"\n")[:SHOWN] if line]
-    rows = own.attempt(lambda: [{"iteration": number, **document.parse(line)} for line in lines])
-    reported = [row for row in own.run["completions"] if row["iteration"] == number]
-    checks.equal(f"{own.key}: completions of iteration {number}", reported, rows)
-    summary = own.json(f"i{number:04d}", "rollout", "summary.json")
-    checks.equal(f"{own.key}: {place}: sha256 in summary.json", summary.get("completions_sha256"), document.sha256_bytes(data))
+    if data is not None:
+        lines = [line for line in data.split(b"\n")[:SHOWN] if line]
+        rows = own.attempt(lambda: [{"iteration": number, **document.parse(line)} for line in lines])
+        reported = [row for row in own.run["completions"] if row["iteration"] == number]
+        checks.equal(f"{own.key}: completions of iteration {number}", reported, rows)
 
 
-def _check_recorded(own: RunFiles, number: int, checks: Checks) -> None:
-    """tensors.json: the hashes taken at writing are those of the bytes now, and the gradients are of the same tensors."""
-    weights = own.parts.get((number, None, "weights"), {})
-    state = {f"{name}/{part}": sha for name in ("exp_avg", "exp_avg_sq") for part, sha in own.parts.get((number, None, name), {}).items()}
-    for folder, hashes in (("weights/weight", weights), ("state/state", state)):
-        names = f"{folder}_v{number + 1:06d}".split("/")
-        recorded = own.json(*names, "tensors.json")
-        checks.equal(f"{own.key}: {'/'.join(names)}/tensors.json", recorded, {"sha256": hashes, "digest": document.sha256(hashes)})
-    for step in iterations(own.run)[number - 1]:
-        gradients = own.parts.get((number, step, "gradients"), {})
-        checks.equal(f"{own.key}: tensors with gradients in step {step}", sorted(gradients), sorted(weights))
+def check_recorded(own: RunFiles, checks: Checks) -> None:
+    """Hashes and counts that the stages took when they wrote are those of the bytes now."""
+    for number in range(1, len(iterations(own.run)) + 1):
+        _check_summary(own, number, checks)
+        weights = own.parts.get((number, None, "weights"), {})
+        state = {
+            f"{name}/{part}": sha for name in ("exp_avg", "exp_avg_sq") for part, sha in own.parts.get((number, None, name), {}).items()
+        }
+        for names, hashes in (("weights", f"weight_v{number + 1:06d}"), weights), (("state", f"state_v{number + 1:06d}"), state):
+            recorded = own.json(*names, "tensors.json")
+            checks.equal(f"{own.key}: {'/'.join(names)}/tensors.json", recorded, {"sha256": hashes, "digest": document.sha256(hashes)})
+        done = sum(len(steps) for steps in iterations(own.run)[:number])
+        checks.equal(f"{own.key}: state_v{number + 1:06d}/step.json", own.json(*names, "step.json"), {"step": done})
+        for step in iterations(own.run)[number - 1]:
+            gradients = own.parts.get((number, step, "gradients"), {})
+            checks.equal(f"{own.key}: tensors with gradients in step {step}", sorted(gradients), sorted(weights))
+
+
+def _check_summary(own: RunFiles, number: int, checks: Checks) -> None:
+    place, step = f"i{number:04d}/rollout/summary.json", iterations(own.run)[number - 1][0]
+    summary, row = own.json(f"i{number:04d}", "rollout", "summary.json"), own.run["tokens"][step]
+    data = own.attempt(lambda: own.folder.below(f"i{number:04d}", "rollout").read("completions.jsonl")) or b""
+    expected = {
+        "completions_sha256": document.sha256_bytes(data),
+        "sample_count": row["sample_count"],
+        "token_count": row["token_count"],
+        "tokens_sha256": row["sha256"],
+        "weight_version": f"weight_v{number:06d}",
+    }
+    for name, value in expected.items():
+        checks.equal(f"{own.key}: {place}: {name}", summary.get(name), value)
 
 
 def check_token_logprobs(report: dict[str, Any], own: RunFiles, checks: Checks) -> None:

@@ -49,11 +49,18 @@ class RunFiles:
     def key(self) -> str:
         return self.run["run_id"]
 
-    def attempt(self, read: Callable[[], Value], missing_is_a_fault: bool = True) -> Value | None:
+    @property
+    def whole(self) -> bool:
+        """Whether the report says that every file was there and as it was written."""
+        return self.run["validation"]["passed"]
+
+    def attempt(self, read: Callable[[], Value]) -> Value | None:
+        """What `read` returns; None, and a fault, when a file can't be read. What the report itself misses may be missing."""
         try:
             return read()
         except (OSError, ValueError) as error:
-            if missing_is_a_fault or not isinstance(error, FileNotFoundError):
+            fault = f"{self.key}: {error}"
+            if fault not in self.checks.faults and (self.whole or not isinstance(error, FileNotFoundError)):
                 self.checks.that(False, self.key, str(error))
             return None
 

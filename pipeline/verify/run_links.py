@@ -1,4 +1,4 @@
-"""The report's chain against the files': each link in causal order, and on a difference the tensor, and the element where it can be told."""
+"""The report's chain against the files': each link in causal order, and on a difference the tensor, and the element where that is known."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def check_links(own: RunFiles, others: list[RunFiles], checks: Checks) -> None:
             checks.that(False, own.key, f"{_where(place)}: {_what(own, others, place, wanted)}")
     if (0, None, "weights") in own.parts:
         result = own.chain()[-1]["digest"]
-        checks.that(result == own.run["result_digest"], own.key, f"the files' result digest is {result}, the report's {own.run['result_digest']}")
+        checks.that(
+            result == own.run["result_digest"], own.key, f"the files' result digest is {result}, the report's {own.run['result_digest']}"
+        )
     else:
         checks.note(f"{own.key}: version 1 of the weights, which lies outside the run's folder, and so the result digest (give --root)")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from .checks import Checks
@@ -18,23 +19,27 @@ def check_readbacks(own: RunFiles, checks: Checks) -> None:
     if not section["passed"] or layout is None:
         checks.note(f"{own.key}: readbacks, which {'failed' if layout else 'need the layout of the run'}")
         return
-    for stage, (name, side) in STAGES.items():
-        ranks = rollout_size(layout) if stage == "rollout" else world_size(own.run)
+    for stage, (name, _) in STAGES.items():
         total = Total()
         for number in range(1, len(iterations(own.run)) + 1):
-            expected = _forwards(own, number, stage, layout)
-            for rank in range(ranks):
-                path = (f"i{number:04d}", "readbacks", stage, f"rank{rank:05d}.json")
-                readback = own.json(*path)
-                place = f"{own.key}: {'/'.join(path)}"
-                if own.attempt(lambda readback=readback, place=place: total.add(readback, place, checks)) is None:
-                    continue
-                checks.equal(f"{place}: rank, side, world_size", [readback.get(k) for k in ("rank", "side", "world_size")], [rank, side, ranks])
-                if expected:
-                    checks.equal(f"{place}: forwards", readback["counts"]["forwards"], expected[rank])
+            _add_iteration(own, number, stage, layout, total, checks)
         claimed = section["frameworks"][name]
-        cases = {module: {"case_id": own["case_id"], "expected_implementation": own["expected_implementation"]} for module, own in claimed["modules"].items()}
-        checks.equal(f"{own.key}: readbacks of {name}", claimed, total.section(cases))
+        named = ("case_id", "expected_implementation")  # which no process reports
+        given = {module: {field: mine[field] for field in named} for module, mine in claimed["modules"].items()}
+        checks.equal(f"{own.key}: readbacks of {name}", claimed, total.section(given))
+
+
+def _add_iteration(own: RunFiles, number: int, stage: str, layout: dict[str, Any], total: Total, checks: Checks) -> None:
+    ranks = rollout_size(layout) if stage == "rollout" else world_size(own.run)
+    expected = _forwards(own, number, stage, layout)
+    for rank in range(ranks):
+        path = (f"i{number:04d}", "readbacks", stage, f"rank{rank:05d}.json")
+        readback, place = own.json(*path), f"{own.key}: {'/'.join(path)}"
+        if own.attempt(partial(total.add, readback, place, checks)):
+            given = [readback.get(name) for name in ("rank", "side", "world_size")]
+            checks.equal(f"{place}: rank, side, world_size", given, [rank, STAGES[stage][1], ranks])
+            if expected:
+                checks.equal(f"{place}: forwards", readback["counts"]["forwards"], expected[rank])
 
 
 class Total:
@@ -68,15 +73,15 @@ class Total:
         self.count += 1
         return True
 
-    def section(self, cases: dict[str, dict[str, str]]) -> dict[str, Any]:
-        """As the validation writes it; cases: what is not of the processes."""
+    def section(self, given: dict[str, dict[str, str]]) -> dict[str, Any]:
+        """As the validation writes it; given: what is not of the processes."""
         modules = {
             module: {
                 "backend_ids": sorted(self.backends[module]),
                 "call_count": self.calls[module],
                 "implementations": sorted(self.kinds[module]),
                 "installed_processes": len(self.ranks[module]),
-                **cases[module],
+                **given[module],
             }
             for module in MODULES
         }

@@ -79,7 +79,9 @@ def check_token_logprobs(report: dict[str, Any], checks: Checks) -> None:
             _check_shown(row, shown, place, checks)
         for i, token in enumerate(row["tokens"]):
             where = f"{place}, token {i}"
-            checks.that(all(isinstance(token[name], float) and fp32(token[name]) == token[name] for name in COLUMNS), where, "holds no fp32 numbers")
+            checks.that(
+                all(isinstance(token[name], float) and fp32(token[name]) == token[name] for name in COLUMNS), where, "holds no fp32 numbers"
+            )
             checks.that(token["id"] >= 0, f"{where}: id", "is negative")
             checks.equal(f"{where}: text of token {token['id']}", token["text"], texts.setdefault(token["id"], token["text"]))
             for name in agree:

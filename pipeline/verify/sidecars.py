@@ -1,4 +1,4 @@
-"""The logprobs that every rank dumped at every call, byte by byte against the iteration's arrays, and the counts that the report makes of them."""
+"""The logprobs that every rank dumped at every call, byte by byte against the iteration's arrays, and the counts made of them."""
 
 from __future__ import annotations
 
@@ -103,5 +103,6 @@ def _compare(own: RunFiles, source: TensorFile, whole: dict[str, array.array], s
         seen[slot] += 1
     for side, values in dumped.items():
         wrong = [slot for slot, bits in zip(slots, values) if bits != whole[side][slot]]
-        checks.that(not wrong, own.key, f"{source.shown}: {len(wrong)} {side} logprobs are not the iteration's (the first: slot {wrong[:1]})")
-
+        checks.that(
+            not wrong, own.key, f"{source.shown}: {len(wrong)} {side} logprobs are not the iteration's (the first: slot {wrong[:1]})"
+        )

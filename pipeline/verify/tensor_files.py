@@ -55,7 +55,9 @@ class TensorFile:
         """A row of int32 or fp32. ValueError when it is none."""
         entry = self.entries.get(name)
         if entry is None or entry.dtype != dtype or len(entry.shape) != 1:
-            raise ValueError(f"{self.shown}: {name} is {f'{entry.dtype}{list(entry.shape)}' if entry else 'missing'}, expected a row of {dtype}")
+            raise ValueError(
+                f"{self.shown}: {name} is {f'{entry.dtype}{list(entry.shape)}' if entry else 'missing'}, expected a row of {dtype}"
+            )
         values = array.array(CODES[dtype], self.raw(name))
         if sys.byteorder == "big":
             values.byteswap()

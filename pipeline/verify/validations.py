@@ -62,7 +62,9 @@ def _check_rows(run: dict[str, Any], scalar: dict[str, Any], place: str, checks:
         for name, value in wanted.items():
             checks.equal(f"{place}.rows: {name} of step {wanted['step']}", row[name], value)
     mismatches = sum(row["bitwise_mismatch_count"] for row in expected)
-    checks.equal(f"{place}.total_active_token_exposure", scalar["total_active_token_exposure"], sum(row["active_token_count"] for row in expected))
+    checks.equal(
+        f"{place}.total_active_token_exposure", scalar["total_active_token_exposure"], sum(row["active_token_count"] for row in expected)
+    )
     checks.equal(f"{place}.bitwise_zero", scalar["bitwise_zero"], mismatches == 0)
     several = any(len(own) > 1 for own in iterations(run))  # later steps of an iteration train on another policy's tokens
     checks.equal(f"{place}.passed", scalar["passed"], not scalar["errors"] and (mismatches == 0 or several))
@@ -91,7 +93,9 @@ def _check_logprobs(run: dict[str, Any], v: dict[str, Any], place: str, checks: 
         if mismatches == 0:  # old = rollout
             checks.equal(f"{place}.current_old_mismatch_count", own["current_old_mismatch_count"], counted)
     equal_means = all(row["mean_abs_dlogp"] == 0 for row in rows)
-    checks.that(mismatches or equal_means, f"{place}.bitwise_mismatch_count", "is 0 although a step's old logprobs differ from the rollout's")
+    checks.that(
+        mismatches or equal_means, f"{place}.bitwise_mismatch_count", "is 0 although a step's old logprobs differ from the rollout's"
+    )
 
 
 def _check_artifacts(run: dict[str, Any], v: dict[str, Any], place: str, checks: Checks) -> None:
