@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -79,4 +80,8 @@ def say_list(title: str, texts: Iterable[str]) -> None:
 
 def say(text: str, file=None) -> None:
     """One line: names in a report may hold anything, and a terminal obeys control characters."""
-    print("".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text).encode("ascii", "backslashreplace").decode(), file=file)
+    line = "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text).encode("ascii", "backslashreplace").decode()
+    try:
+        print(line, file=file, flush=True)
+    except BrokenPipeError:  # the reader has seen enough; the exit status still counts
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -10,10 +10,11 @@ from .doctoring import unnoticed
 
 TIMES = "a time measured once: sums and rates hold it as far as it is a part of them and rounding lets through"
 ARRAYS = "the report has hashes over whole arrays, not over one token; --root reads the arrays"
+TENSORS = "how many tensors there are and which of them differ, where a run failed; --root hashes each tensor"
 WHY_OURS = {
-    "all_parameter_hash_comparisons": "names of tensors that differ; --root hashes each tensor",
-    "adam_state_comparisons": "names of tensors that differ; --root hashes each tensor",
-    "gradient_hash_comparisons": "names of tensors that differ; --root hashes each tensor",
+    "all_parameter_hash_comparisons": TENSORS,
+    "adam_state_comparisons": TENSORS,
+    "gradient_hash_comparisons": TENSORS,
     "environment": "what was installed where the report was written; of its packages only those that the readbacks name show up again",
     "experiment_digest": "hashes a configuration that the report doesn't hold; --root has it in params.yaml",
     "experiment": "a name",
@@ -25,6 +26,8 @@ WHY_OURS = {
     "runs.*.executed_or_cached": "whether something ran here is known from times only, and there are none",
     "runs.*.performance": TIMES,
     "runs.*.tokens": "hashes tokens, and lengths of prompts, which only --root reads",
+    "runs.*.validation.file_hashes": TENSORS,
+    "runs.*.validation.train_rollout_logprob": "counts of a failed validation",
     "runs.*.validation.cudagraph.reason": "text for people",
     "runs.*.validation.errors": "text of a failed validation",
     "runs.*.validation.runtime_readbacks": "what processes said; --root reads their files",
@@ -38,7 +41,7 @@ WHY_PUBLISHED = {
     "runs.*.steps.*.train/entropy_loss": "enters the loss with a coefficient of 0",
     "runs.*.steps.*.train/pg_loss": "the sign of a 0 changes no loss",
     "runs.*.steps.*.train/tis_clipfrac": "the bounds of the weight are not in the report",
-    "runs.*.performance.*.perf/train_time": "the training block has more than its four parts, and the step's time rounds the last digit away",
+    "runs.*.performance.*.perf/train_time": "the training block has more than its four parts, and the sum rounds the last digit away",
     "runs.*.performance": TIMES,
     "runs": "where all runs are equal, their order says nothing",
 }

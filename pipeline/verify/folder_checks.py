@@ -13,6 +13,7 @@ from .run_files import RunFiles
 from .run_links import check_links
 from .run_metrics import check_metrics
 from .run_readbacks import check_readbacks
+from .run_sections import check_sections
 from .sidecars import check_sidecars
 
 
@@ -34,6 +35,8 @@ def check_project(report: dict[str, Any], root: Path, checks: Checks) -> None:
         owns.append(own)
         _add_checkpoint(own, project, settings.get(run["run_id"]), checks)
     _check_runs(report, owns, settings, checks)
+    if len(owns) == len(report["runs"]):
+        check_sections(report, owns, checks)
     for own in owns:
         checkpoint = own.sources[0, None, "weights"].folder if (0, None, "weights") in own.sources else None
         if checkpoint is not None and own.whole:

@@ -17,7 +17,14 @@ ROLLOUT, REFERENCE, TRAIN = (
 STAGES = {"rollout": ROLLOUT, "ref_logprob": REFERENCE, "train": TRAIN}
 PARTS = ("data_preprocess_time", "ref_log_probs_time", "log_probs_time", "actor_train_time")  # of train_time, in the order of the sum
 RATES = {"log_probs": 1, "ref_log_probs": 1, "actor_train": 3}  # a training pass counts three forwards
-SUMS = ("train_wait_time", "train_time", "step_time", "wait_time_ratio", "actor_train_tok_per_s", *(f"{name}_tflops" for name in RATES))
+SUMS = {  # what is computed: from what
+    "train_wait_time": ROLLOUT,
+    "train_time": PARTS,
+    "step_time": ("train_wait_time", "train_time"),
+    "wait_time_ratio": ("train_wait_time", "step_time"),
+    "actor_train_tok_per_s": ("actor_train_time",),
+    **{f"{name}_tflops": (f"{name}_time",) for name in RATES},
+}
 
 
 def check_performance(report: dict[str, Any], checks: Checks) -> None:
@@ -27,14 +34,14 @@ def check_performance(report: dict[str, Any], checks: Checks) -> None:
         for step, row in run["performance"].items():
             place = f"{run['run_id']}: performance of step {step}"
             times = {name.removeprefix("perf/"): value for name, value in row.items() if name.startswith("perf/")}
-            if ours and not _check_fields(row, times, place, checks):
-                continue
+            if ours:
+                _check_fields(row, times, place, checks)
             _check_sums(times, place, ours, checks)
             _check_rates(times, run["tokens"][step]["token_count"], place, checks)
-            found = operations(times, world_size(run) if ours else 1)
-            if times.get("log_probs_tflops") is not None:
-                checks.that(found, f"{place}: *_tflops", "are not one number of operations over the three times")
-                work.setdefault(step, set()).add(found or 0)
+            if all(times[f"{name}_tflops"] is not None for name in RATES):
+                total = operations(times, world_size(run) if ours else 1)
+                checks.that(total, f"{place}: *_tflops", "are not one number of operations over the three times")
+                work.setdefault(step, set()).add(total or 0)
         if ours:
             _check_executed(run, checks)
     for step, found in work.items():
@@ -45,24 +52,22 @@ def check_performance(report: dict[str, Any], checks: Checks) -> None:
         checks.that(report["verification"] == "cached" or fresh, "verification", "is fresh, but not every stage was executed")
 
 
-def _check_fields(row: dict[str, Any], times: dict[str, Any], place: str, checks: Checks) -> bool:
-    """All measured, or a reason that names the stages which weren't. False when there is nothing more to check."""
+def _check_fields(row: dict[str, Any], times: dict[str, Any], place: str, checks: Checks) -> None:
+    """All measured, or a reason that names the stages which weren't; and nothing is computed from what is missing."""
     checks.equal(f"{place}: fields", sorted(times), sorted({*SUMS, *ROLLOUT, *REFERENCE, *TRAIN}))
     kinds = all(value is None or isinstance(value, float) for value in times.values())
     checks.that(kinds, place, "holds something else than seconds and rates")
     absent = sorted(stage for stage, names in STAGES.items() if any(times[name] is None for name in names))
     text = f"no timing of {', '.join(absent)}: not run here (cached), or its log is gone"
     checks.equal(f"{place}: reason", row["reason"], text if absent else None)
-    for name, parts in (("train_time", PARTS), ("step_time", ("train_wait_time", "train_time"))):
+    for name, parts in SUMS.items():
+        known = all(times[part] is not None for part in parts)
         checks.that(
-            (times[name] is None) == any(times[part] is None for part in parts),
-            f"{place}: {name}",
-            "is there without its parts, or not with them",
+            (times[name] is not None) == known or known and name.endswith("_tflops"), f"{place}: {name}", f"does not go with {parts}"
         )
-    return not absent and kinds
 
 
-def _sums(values: list[float]) -> set[float]:
+def _added(values: list[float]) -> set[float]:
     """Added from the left, or exactly and rounded once: Python's own sum() does the one up to 3.11 and the other from 3.12 on."""
     total = 0.0
     for value in values:
@@ -70,28 +75,30 @@ def _sums(values: list[float]) -> set[float]:
     return {total, math.fsum(values)}
 
 
-def _check_sums(times: dict[str, float], place: str, ours: bool, checks: Checks) -> None:
+def _check_sums(times: dict[str, Any], place: str, ours: bool, checks: Checks) -> None:
     for name, value in times.items():
-        checks.that(value > 0 or (name == "data_preprocess_time" and value == 0), f"{place}: {name}", "is not positive")
-    sums = _sums([times[name] for name in PARTS])
-    whole = times["train_time"]
-    # the published training block holds more than its four parts
-    checks.that(whole in sums if ours else whole >= max(sums), f"{place}: train_time", f"is {whole}, its parts give {max(sums)}")
-    waited = [times[name] for name in ROLLOUT if name in times]
-    checks.that(times["train_wait_time"] >= max(_sums(waited)), f"{place}: train_wait_time", f"is shorter than its parts, {waited}")
-    sums = _sums([times["train_wait_time"], times["train_time"]])
-    checks.that(times["step_time"] in sums, f"{place}: step_time", f"is {times['step_time']}, its parts give {max(sums)}")
+        checks.that(value is None or value > 0 or (name == "data_preprocess_time" and value == 0), f"{place}: {name}", "is not positive")
+    if (whole := times["train_time"]) is not None:
+        sums = _added([times[name] for name in PARTS])
+        # the published training block holds more than its four parts
+        checks.that(whole in sums if ours else whole >= max(sums), f"{place}: train_time", f"is {whole}, its parts give {max(sums)}")
+    if (wait := times["train_wait_time"]) is not None:
+        waited = [times[name] for name in ROLLOUT if name in times]
+        checks.that(wait >= max(_added(waited)), f"{place}: train_wait_time", f"is shorter than its parts, {waited}")
+    if (step := times["step_time"]) is not None:
+        sums = _added([wait, whole])
+        checks.that(step in sums, f"{place}: step_time", f"is {step}, its parts give {max(sums)}")
 
 
-def _check_rates(times: dict[str, float], tokens: int, place: str, checks: Checks) -> None:
-    checks.equal(f"{place}: wait_time_ratio", times["wait_time_ratio"], times["train_wait_time"] / times["step_time"])
-    checks.equal(f"{place}: actor_train_tok_per_s", times["actor_train_tok_per_s"], tokens / times["actor_train_time"])
+def _check_rates(times: dict[str, Any], tokens: int, place: str, checks: Checks) -> None:
+    if times["step_time"] is not None:
+        checks.equal(f"{place}: wait_time_ratio", times["wait_time_ratio"], times["train_wait_time"] / times["step_time"])
+    if times["actor_train_time"] is not None:
+        checks.equal(f"{place}: actor_train_tok_per_s", times["actor_train_tok_per_s"], tokens / times["actor_train_time"])
 
 
 def operations(times: dict[str, Any], ranks: int) -> int | None:
     """The whole number of operations of a forward pass that gives all three rates, or None."""
-    if any(times.get(f"{name}_tflops") is None for name in RATES):
-        return None
     near = round(times["log_probs_tflops"] * times["log_probs_time"] * 1e12 * ranks)
     for total in range(near - 4, near + 5):
         if all(times[f"{name}_tflops"] in _rates(total, factor, ranks, times[f"{name}_time"]) for name, factor in RATES.items()):
@@ -107,6 +114,6 @@ def _rates(total: int, factor: int, ranks: int, seconds: float) -> tuple[float, 
 def _check_executed(run: dict[str, Any], checks: Checks) -> None:
     """A stage was executed here when each of its iterations has times."""
     executed, rows = run["executed_or_cached"], run["performance"].values()
-    for stage, names in STAGES.items() if executed and rows else ():
+    for stage, names in STAGES.items() if executed else ():
         timed = all(row[f"perf/{name}"] is not None for row in rows for name in names)
         checks.equal(f"{run['run_id']}: executed_or_cached.{stage}", executed[stage], "executed" if timed else "cached")

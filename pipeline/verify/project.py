@@ -44,11 +44,10 @@ def _check_settings(report: dict[str, Any], run: dict[str, Any], own: dict[str, 
     samples = own["sampling"]["prompts_per_iteration"] * own["sampling"]["samples_per_prompt"]
     for step, row in run["tokens"].items():
         checks.equal(f"{run['run_id']}: sample_count of step {step}", row["sample_count"], samples)
-    if execution := run["execution"]:
-        for name in ("launch", "layout"):
-            checks.equal(f"{place}: {name}", execution[name], own[name])
-        if tracking is not None:
-            checks.equal(f"{place}: tracking", execution["tracking"], tracking)
+    for name in ("launch", "layout"):
+        checks.equal(f"{place}: {name}", run["execution"][name], own[name])
+    if tracking is not None:
+        checks.equal(f"{place}: tracking", run["execution"]["tracking"], tracking)
 
 
 def check_environment(report: dict[str, Any], project: Folder, checks: Checks) -> None:
@@ -79,8 +78,6 @@ def _digest(folder: Folder, name: str) -> str | None:
 
 def check_times(own: RunFiles, logs: Folder | None, checkpoint: Folder | None, checks: Checks) -> None:
     """Times are those of the logs, each of which names the bytes that its stage wrote; operations follow from lengths and model."""
-    if not own.run["performance"]:
-        return
     for number, steps in enumerate(iterations(own.run), 1):
         row, place = own.run["performance"][steps[0]], f"{own.key}: performance of step {steps[0]}"
         found = {stage: _log(own, logs, number, stage) for stage in STAGES}

@@ -77,22 +77,20 @@ def _check_case(case: str, name: str, framework: dict[str, Any], place: str, che
 
 def _check_counts(run: dict[str, Any], frameworks: dict[str, Any], place: str, checks: Checks) -> None:
     """Processes and calls, from the layout and the number of samples; the rollout's calls depend on every length, which are not here."""
-    layout, number = run["execution"].get("layout"), len(iterations(run))
-    ranks = {TRAINING: world_size(run), REFERENCE: world_size(run), ROLLOUT: rollout_size(layout) if layout else None}
-    forwards: dict[str, int | None] = dict.fromkeys(ranks)
-    if layout:
-        updates = [(len(steps), int(run["steps"][steps[0]][BATCH])) for steps in iterations(run)]
-        forwards[TRAINING] = ranks[TRAINING] * sum(2 * n * micro_batches(layout, size) for n, size in updates)
-        forwards[REFERENCE] = ranks[REFERENCE] * sum(micro_batches(layout, n * size) for n, size in updates)
+    layout, number = run["execution"]["layout"], len(iterations(run))
+    ranks = {TRAINING: world_size(run), REFERENCE: world_size(run), ROLLOUT: rollout_size(layout)}
+    updates = [(len(steps), int(run["steps"][steps[0]][BATCH])) for steps in iterations(run)]
+    forwards = {
+        TRAINING: ranks[TRAINING] * sum(2 * n * micro_batches(layout, size) for n, size in updates),
+        REFERENCE: ranks[REFERENCE] * sum(micro_batches(layout, n * size) for n, size in updates),
+    }
     layers = set()
     for name, framework in frameworks.items():
         calls = {module: own["call_count"] for module, own in framework["modules"].items()}
-        if (size := ranks[name]) is not None:
-            checks.equal(f"{place}.{name}.readback_count", framework["readback_count"], size * number)
+        checks.equal(f"{place}.{name}.readback_count", framework["readback_count"], ranks[name] * number)
         for module, own in framework["modules"].items():
-            processes, rest = divmod(framework["readback_count"], number)
-            checks.equal(f"{place}.{name}.{module}.installed_processes", [own["installed_processes"], rest], [processes, 0])
-        if forwards[name] is not None:
+            checks.equal(f"{place}.{name}.{module}.installed_processes", own["installed_processes"], ranks[name])
+        if name in forwards:
             checks.equal(f"{place}.{name}.logp.call_count", calls["logp"], forwards[name])
         for module in ("attention", "ffn"):
             quotient, rest = divmod(calls[module], max(1, calls["logp"]))
@@ -103,7 +101,7 @@ def _check_counts(run: dict[str, Any], frameworks: dict[str, Any], place: str, c
 
 def _check_environment(report: dict[str, Any], run: dict[str, Any], frameworks: dict[str, Any], place: str, checks: Checks) -> None:
     packages = (report["environment"] or {}).get("packages") or {}
-    wanted = run["execution"].get("launch", {}).get("kernel_build", "auto")
+    wanted = run["execution"]["launch"]["kernel_build"]
     for name, framework in frameworks.items():
         builds = framework["kernel_builds"]
         checks.that(len(builds) == 1, f"{place}.{name}.kernel_builds", "are several, or none")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from typing import Any
 
 from .chains import digest_at, link_digest
 from .checks import Checks
+from .document import sha256_bytes
 from .float32 import fp32
 from .metrics import iterations
 
@@ -34,32 +34,29 @@ def check_completions(report: dict[str, Any], checks: Checks) -> None:
 
 def _check_samples(rows: list[dict[str, Any]], place: str, checks: Checks) -> None:
     """In order: the samples of a prompt one after the other, each prompt with one text."""
-    texts: dict[int, tuple[str, str | None]] = {}
+    texts: dict[int, list[str]] = {}
     previous = None
     for i, row in enumerate(rows):
         checks.that(isinstance(row["reward"], float) and fp32(row["reward"]) == row["reward"], f"{place}, {i}: reward", "is no fp32 number")
-        if "num_tokens" in row:
-            checks.that(row["num_tokens"] > 0, f"{place}, {i}: num_tokens", "are none")
-        if not {"prompt_id", "sample"} <= set(row):
-            continue
+        checks.that(row["num_tokens"] > 0, f"{place}, {i}: num_tokens", "are none")
         follows = row["sample"] == 0 or previous == (row["prompt_id"], row["sample"] - 1)
         checks.that(follows, f"{place}, {i}: sample", "does not follow on the one before")
         previous = row["prompt_id"], row["sample"]
-        text = texts.setdefault(row["prompt_id"], (row["prompt"], row.get("answer")))
-        checks.equal(f"{place}, {i}: prompt and answer of prompt {row['prompt_id']}", [row["prompt"], row.get("answer")], list(text))
+        text = [row["prompt"], row["answer"]]
+        checks.equal(f"{place}, {i}: prompt and answer of prompt {row['prompt_id']}", text, texts.setdefault(row["prompt_id"], text))
 
 
 def _check_whole(run: dict[str, Any], number: int, m: dict[str, Any], rows: list[dict[str, Any]], place: str, checks: Checks) -> None:
     """All samples of the iteration are shown, so its rewards can be hashed and its counts added."""
     rewards = [row["reward"] for row in rows]
-    raw = hashlib.sha256(f"float32[{len(rewards)}]\n".encode() + struct.pack(f"<{len(rewards)}f", *rewards)).hexdigest()
+    raw = sha256_bytes(f"float32[{len(rewards)}]\n".encode() + struct.pack(f"<{len(rewards)}f", *rewards))
     checks.equal(f"{place}: rewards", link_digest({"rewards": raw}), digest_at(run, number, None, "rewards"))
-    if all("num_tokens" in row for row in rows) and "rollout/response_length_mean" in m:
-        mean = sum(row["num_tokens"] for row in rows) / len(rows)
-        checks.equal(f"{place}: num_tokens", mean, m["rollout/response_length_mean"])
-    if all("finish_reason" in row for row in rows) and "rollout/truncated_frac" in m:
-        cut = sum(row["finish_reason"] == "length" for row in rows) / len(rows)
-        checks.equal(f"{place}: finish_reason", cut, m["rollout/truncated_frac"])
+    for name, total in (
+        ("rollout/response_length_mean", sum(row["num_tokens"] for row in rows)),
+        ("rollout/truncated_frac", sum(row["finish_reason"] == "length" for row in rows)),
+    ):
+        if name in m:
+            checks.equal(f"{place}: {name}, by the samples", m[name], total / len(rows))
 
 
 def check_token_logprobs(report: dict[str, Any], checks: Checks) -> None:
@@ -70,7 +67,7 @@ def check_token_logprobs(report: dict[str, Any], checks: Checks) -> None:
     checks.that(len({row["sample"] for row in rows}) == len(rows), "token_logprobs: samples", "one is shown twice")
     shown = [row for row in oracle["completions"] if row["iteration"] == number]
     texts: dict[int, str] = {}
-    agree = _agreeing(oracle, number, [oracle["steps"][step] for step in steps])
+    agree = _agreeing(oracle, number)
     for row in rows:
         place = f"token_logprobs of sample {row['sample']}"
         checks.equal(f"{place}: iteration", row["iteration"], number)
@@ -86,7 +83,7 @@ def check_token_logprobs(report: dict[str, Any], checks: Checks) -> None:
             checks.equal(f"{where}: text of token {token['id']}", token["text"], texts.setdefault(token["id"], token["text"]))
             for name in agree:
                 checks.equal(f"{where}: {name}, as the chain has it", token[name], token[agree[0]])
-    if rows and all("prompt_id" in row for row in shown):
+    if rows:
         firsts = [i for i, row in enumerate(shown) if row["prompt_id"] not in {other["prompt_id"] for other in shown[:i]}]
         firsts.sort(key=lambda i: shown[i]["prompt_id"])
         listed = [row["sample"] for row in rows if row["sample"] < len(shown)]
@@ -96,7 +93,7 @@ def check_token_logprobs(report: dict[str, Any], checks: Checks) -> None:
             checks.that(set(listed) <= set(firsts), "token_logprobs: samples", "are not the first ones of their prompts")
 
 
-def _agreeing(run: dict[str, Any], number: int, steps: list[dict[str, Any]]) -> list[str]:
+def _agreeing(run: dict[str, Any], number: int) -> list[str]:
     """Columns that are the same bits: by the chain's hashes."""
     digests = {name: digest_at(run, number, None, f"{name}_logprob") for name in COLUMNS}
     return [name for name, digest in digests.items() if digest is not None and digest == digests["rollout"]]
@@ -104,6 +101,5 @@ def _agreeing(run: dict[str, Any], number: int, steps: list[dict[str, Any]]) -> 
 
 def _check_shown(row: dict[str, Any], shown: list[dict[str, Any]], place: str, checks: Checks) -> None:
     completion = shown[row["sample"]]
-    if "num_tokens" in completion:
-        checks.equal(f"{place}: number of tokens", len(row["tokens"]), completion["num_tokens"])
+    checks.equal(f"{place}: number of tokens", len(row["tokens"]), completion["num_tokens"])
     checks.that(completion["prompt"].strip() in row["prompt"], f"{place}: prompt", "is not that of the completion")

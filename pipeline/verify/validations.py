@@ -107,19 +107,14 @@ def _check_artifacts(run: dict[str, Any], v: dict[str, Any], place: str, checks:
     checks.equal(f"{place}.offline_tensor_comparison.status", offline["status"], "available" if artifacts else "unavailable")
     checks.equal(f"{place}.offline_tensor_comparison.reason", offline["reason"], None if artifacts else "no sidecars")
     expected = _published_names(run, artifacts) if "chain" not in run else _names(run) if v["passed"] else sorted(set(artifacts))
-    if expected is not None:
-        checks.equal(f"{place}.train_rollout_logprob.artifacts", artifacts, expected)
+    checks.equal(f"{place}.train_rollout_logprob.artifacts", artifacts, expected)
 
 
-def _names(run: dict[str, Any]) -> list[str] | None:
-    """A file for each rank and call of each iteration; without a recorded layout, the calls that there are."""
-    layout, names = run["execution"].get("layout"), []
-    artifacts = run["validation"]["train_rollout_logprob"]["artifacts"]
+def _names(run: dict[str, Any]) -> list[str]:
+    """A file for each rank and call of each iteration."""
+    layout, names = run["execution"]["layout"], []
     for number, steps in enumerate(iterations(run), 1):
-        if layout:
-            calls = len(steps) * micro_batches(layout, int(run["steps"][steps[0]][BATCH]))
-        else:
-            calls = sum(name.startswith(f"i{number:04d}/sidecars/rank00000.") for name in artifacts)
+        calls = len(steps) * micro_batches(layout, int(run["steps"][steps[0]][BATCH]))
         for rank in range(world_size(run)):
             names += [f"i{number:04d}/sidecars/rank{rank:05d}.call{call:08d}.safetensors" for call in range(calls)]
     return names

@@ -24,15 +24,15 @@ def check_names(report: dict[str, Any], checks: Checks) -> None:
         if checks.that(run["layout"] in parts, f"{place}: label", f"does not name the layout {run['layout']}"):
             name, options = parts[: parts.index(run["layout"])], parts[parts.index(run["layout"]) + 1 :]
             checks.that(report["experiment"].startswith("-".join(name)), "experiment", f"is not of the name of {place}")
-            for option in options if {"layout", "launch"} <= set(execution) else ():
+            for option in options:
                 spelled = re.fullmatch(r"[mbts][0-9]+|(no)?pack|r(tp[0-9]+)?(cp[0-9]+)?(dp[0-9]+)|avx2|avx512|scalar", option)
                 checks.that(
                     not spelled or HASH8.fullmatch(option) or option_holds(option, execution),
                     f"{place}: label",
                     f"{option} is not its configuration's",
                 )
-        if layout := execution.get("layout"):
-            checks.equal(f"{place}: execution.layout", name_of(*(layout[key] for key in ("tp", "cp", "dp", "zero"))), run["layout"])
+        named = name_of(*(execution["layout"][key] for key in ("tp", "cp", "dp", "zero")))
+        checks.equal(f"{place}: execution.layout", named, run["layout"])
     ids = [run["run_id"] for run in runs]
     oracle = next((run["run_id"] for run in runs if run["layout"] == ORACLE), ids[0])
     checks.equal("oracle", report["oracle"], oracle)
