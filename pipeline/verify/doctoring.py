@@ -13,10 +13,26 @@ from .document import same
 
 Path = tuple[str | int, ...]
 DIGIT = re.compile(r"[0-9]")
+WORDS = {  # for words of a fixed list, the others that may stand there
+    "alone": ("identical", "different"),
+    "auto": ("avx2",),
+    "cached": ("fresh", "executed"),
+    "eos": ("length",),
+    "executed": ("cached",),
+    "fork": ("torchrun",),
+    "fresh": ("cached",),
+    "identical": ("alone", "different"),
+    "length": ("eos",),
+}
 
 
 def unnoticed(report: dict[str, Any], per_place: int | None = None) -> list[str]:
-    """What goes unnoticed somewhere: "changed: runs.*.performance.*.perf/rollout_time", "neighbours swapped: runs", ...
+    """What goes unnoticed somewhere: "changed: runs.*.performance.*.perf/rollout_time", "neighbours swapped: runs", ..."""
+    return [label for label, *_ in escapes(report, per_place)]
+
+
+def escapes(report: dict[str, Any], per_place: int | None = None) -> Iterator[tuple[str, Any, str | int, Any]]:
+    """(label, container, key, new value) of the first doctoring of each label that goes unnoticed.
 
     per_place: of the places that differ in indices and steps only, how many are tried, from both ends; None = all. The report is changed in
     place, and back.
@@ -24,16 +40,15 @@ def unnoticed(report: dict[str, Any], per_place: int | None = None) -> list[str]
     places: dict[str, list[Path]] = {}
     for path in _paths(report):
         places.setdefault(pattern(path), []).append(path)
-    found: dict[str, None] = {}
     for name, paths in places.items():
+        found: set[str] = set()
         if per_place is not None and len(paths) > per_place:
             paths = paths[: -(-per_place // 2)] + paths[-(per_place // 2) :]
         for path in paths:
             for kind, parent, key, value in doctorings(report, path, ends_only=per_place is not None):
-                label = f"{kind}: {name}"
-                if label not in found and not _refused(report, parent, key, value):
-                    found[label] = None
-    return list(found)
+                if kind not in found and not _refused(report, parent, key, value):
+                    found.add(kind)
+                    yield f"{kind}: {name}", parent, key, value
 
 
 def _paths(node: Any, path: Path = ()) -> Iterator[Path]:
@@ -81,7 +96,7 @@ def variants(value: Any) -> list[Any]:
         case float():
             return [*_other_digits(value), -value, int(value), None]
         case str() if value:
-            return [_other(value[0]) + value[1:], value[:-1] + _other(value[-1]), "", None]
+            return [*WORDS.get(value, ()), _other(value[0]) + value[1:], value[:-1] + _other(value[-1]), "", None]
         case _:
             return ["1", 0, 1, False]
 

@@ -31,10 +31,16 @@ def world_size(run: dict[str, Any]) -> int:
     return tp * cp * dp
 
 
+def mesh(layout: dict[str, Any], stage: str) -> tuple[int, int, int]:
+    """(tp, cp, dp) of a stage. Sampling has a layout of its own; what that leaves open is as in training."""
+    own = layout["rollout"] if stage == "rollout" else layout
+    return own["tp"] or layout["tp"], own["cp"], own["dp"] or layout["dp"]
+
+
 def rollout_size(layout: dict[str, Any]) -> int:
-    """Ranks that sample; what their layout leaves open is as in training."""
-    own = layout["rollout"]
-    return (own["tp"] or layout["tp"]) * own["cp"] * (own["dp"] or layout["dp"])
+    """Ranks that sample."""
+    tp, cp, dp = mesh(layout, "rollout")
+    return tp * cp * dp
 
 
 def micro_batches(layout: dict[str, Any], samples: int) -> int:
@@ -66,6 +72,5 @@ def option_holds(option: str, execution: dict[str, Any]) -> bool:
     if match := re.fullmatch(r"b([0-9]+)", option):
         return layout["rollout"]["batch_size"] == int(match[1])
     if match := re.fullmatch(r"rtp([0-9]+)cp([0-9]+)dp([0-9]+)", option):
-        own = layout["rollout"]
-        return [own["tp"] or layout["tp"], own["cp"], own["dp"] or layout["dp"]] == [int(n) for n in match.groups()]
+        return mesh(layout, "rollout") == tuple(int(n) for n in match.groups())
     return False

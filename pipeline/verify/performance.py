@@ -78,14 +78,15 @@ def _added(values: list[float]) -> set[float]:
 def _check_sums(times: dict[str, Any], place: str, ours: bool, checks: Checks) -> None:
     for name, value in times.items():
         checks.that(value is None or value > 0 or (name == "data_preprocess_time" and value == 0), f"{place}: {name}", "is not positive")
-    if (whole := times["train_time"]) is not None:
+    whole, wait, step = (times[name] for name in ("train_time", "train_wait_time", "step_time"))
+    if whole is not None:
         sums = _added([times[name] for name in PARTS])
         # the published training block holds more than its four parts
         checks.that(whole in sums if ours else whole >= max(sums), f"{place}: train_time", f"is {whole}, its parts give {max(sums)}")
-    if (wait := times["train_wait_time"]) is not None:
+    if wait is not None:
         waited = [times[name] for name in ROLLOUT if name in times]
         checks.that(wait >= max(_added(waited)), f"{place}: train_wait_time", f"is shorter than its parts, {waited}")
-    if (step := times["step_time"]) is not None:
+    if step is not None and wait is not None and whole is not None:
         sums = _added([wait, whole])
         checks.that(step in sums, f"{place}: step_time", f"is {step}, its parts give {max(sums)}")
 

@@ -57,6 +57,11 @@ def _check_completions(own: RunFiles, number: int, checks: Checks) -> None:
 
 def check_recorded(own: RunFiles, checks: Checks) -> None:
     """Hashes and counts that the stages took when they wrote are those of the bytes now."""
+    if (first := own.sources.get((0, None, "weights"))) is not None:
+        recorded = own.attempt(lambda: first.folder.json("tensors.json"))
+        checks.equal(
+            f"{own.key}: {first.folder.shown}tensors.json", recorded, {"sha256": first.hashes, "digest": document.sha256(first.hashes)}
+        )
     for number in range(1, len(iterations(own.run)) + 1):
         _check_summary(own, number, checks)
         weights = own.parts.get((number, None, "weights"), {})

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from .checks import Checks
-from .layouts import decode_steps, micro_batches, rollout_size, world_size
+from .layouts import decode_steps, mesh, micro_batches, rollout_size, world_size
 from .metrics import BATCH, iterations
 from .readbacks import MODULES, REFERENCE, ROLLOUT, TRAINING
 from .run_files import RunFiles
@@ -27,16 +27,19 @@ def check_readbacks(own: RunFiles, checks: Checks) -> None:
 
 
 def _add_iteration(own: RunFiles, number: int, stage: str, layout: dict[str, Any], total: Total, checks: Checks) -> None:
-    ranks = rollout_size(layout) if stage == "rollout" else world_size(own.run)
+    tp, cp, dp = mesh(layout, stage)
     expected = _forwards(own, number, stage, layout)
-    for rank in range(ranks):
+    for rank in range(tp * cp * dp):
         path = (f"i{number:04d}", "readbacks", stage, f"rank{rank:05d}.json")
         readback, place = own.json(*path), f"{own.key}: {'/'.join(path)}"
         if own.attempt(partial(total.add, readback, place, checks)):
-            given = [readback.get(name) for name in ("rank", "side", "world_size")]
-            checks.equal(f"{place}: rank, side, world_size", given, [rank, STAGES[stage][1], ranks])
+            given = {name: readback.get(name) for name in ("mesh", "rank", "side", "world_size")}
+            coordinates = [rank % tp, rank // tp % cp, rank // (tp * cp)]
+            wanted = {"mesh": coordinates, "rank": rank, "side": STAGES[stage][1], "world_size": tp * cp * dp}
+            checks.equal(f"{place}: rank", given, wanted)
             if expected:
-                checks.equal(f"{place}: forwards", readback["counts"]["forwards"], expected[rank])
+                counts = {"forwards": expected[rank], "backwards": expected[rank] // 2 if stage == "train" else 0}
+                checks.equal(f"{place}: counts", readback["counts"], counts)
 
 
 class Total:
@@ -99,7 +102,7 @@ def _forwards(own: RunFiles, number: int, stage: str, layout: dict[str, Any]) ->
     prompts = source and own.attempt(lambda: source.numbers("prompt_lengths", "int32"))
     if not lengths or not prompts:
         return None
-    responses, dp, ranks = [a - b for a, b in zip(lengths, prompts)], layout["rollout"]["dp"] or layout["dp"], rollout_size(layout)
+    responses, ranks, (_, _, dp) = [a - b for a, b in zip(lengths, prompts)], rollout_size(layout), mesh(layout, "rollout")
     counts = []
     for d in (rank * dp // ranks for rank in range(ranks)):  # data parallel ranks vary slowest
         first, stop = len(responses) * d // dp, len(responses) * (d + 1) // dp
