@@ -62,9 +62,10 @@ def _check_fields(row: dict[str, Any], times: dict[str, Any], place: str, checks
     checks.equal(f"{place}: reason", row["reason"], text if absent else None)
     for name, parts in SUMS.items():
         known = all(times[part] is not None for part in parts)
-        checks.that(
-            (times[name] is not None) == known or known and name.endswith("_tflops"), f"{place}: {name}", f"does not go with {parts}"
-        )
+        fits = (times[name] is not None) == known or (known and name.endswith("_tflops"))  # a rate takes the model's shape as well
+        checks.that(fits, f"{place}: {name}", f"does not go with {', '.join(parts)}")
+    shapes = {times[f"{name}_tflops"] is None for name in RATES if times[f"{name}_time"] is not None}
+    checks.that(len(shapes) < 2, f"{place}: *_tflops", "are there for some of the times only")
 
 
 def _added(values: list[float]) -> set[float]:
