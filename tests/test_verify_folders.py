@@ -21,6 +21,7 @@ from pipeline.verify.report import verify
 
 KEYS = ("tiny-tp1cp1dp1", "tiny-tp2")
 
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """(project folder, its report)."""
@@ -199,7 +200,12 @@ def test_a_pipe_blocks_nobody(made, project):
     assert any("metrics.json: is no regular file" in fault for fault in faults(made[1], project))
 
 
-HEADERS = [b"{}", b'{"a":1}', b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}', b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}']
+HEADERS = (
+    b"{}",
+    b'{"a":1}',
+    b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}',
+    b'{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}',
+)
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff" * 64, *(len(h).to_bytes(8, "little") + h + bytes(4) for h in HEADERS)])
@@ -218,7 +224,10 @@ def test_the_registry_is_read_as_omegaconf_reads_it(made):
             assert {registry.experiment_digest(content["runs"][key]) for key in group["runs"]} == {group["digest"]}
 
 
-FOREIGN = ["a: {b: 1}", "a: &x 1", "a: |\n  b", "a:\n  - - 1", "a: 1\na: 2", "a: 'it's'", "\ta: 1", "a:\nb: 1", "a: [1]", "a: 1\n  b: 2", "a: b\n  c"]
+FOREIGN = (
+    "a: {b: 1}", "a: &x 1", "a: |\n  b", "a:\n  - - 1", "a: 1\na: 2", "a: 'it's'", "\ta: 1", "a:\nb: 1", "a: [1]", "a: 1\n  b: 2",
+    "a: b\n  c", "a: # b", "- a: 1",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("text", FOREIGN)

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import schema
+from .checks import Checks
 
-COMPARISON = "lockstep.comparison.v1"
+CONDITIONS = ("if", "then", "else")  # of a schema's outermost level: what follows from a value, not whether it is a report
 
 
 def is_ours(report: dict[str, Any]) -> bool:
@@ -38,4 +39,13 @@ def _errors(report: dict[str, Any]) -> Iterator[str]:
 
 def _fit(value: Any, name: str, place: str) -> Iterator[str]:
     document = schema.load(name)
-    yield from schema.errors(value, document, document, place)
+    yield from schema.errors(value, {key: own for key, own in document.items() if key not in CONDITIONS}, document, place)
+
+
+def check_conditions(report: dict[str, Any], checks: Checks) -> None:
+    """What the schemas say that follows: a verdict without reasons is "identical", a validation without errors has passed."""
+    values = [(report, "comparison", "report"), *((run["validation"], "validation", run["run_id"]) for run in report["runs"])]
+    for value, name, place in values:
+        document = schema.load(name)
+        found = list(schema.errors(value, {key: document[key] for key in CONDITIONS}, document, place))
+        checks.that(not found, place, f"contradicts itself: {'; '.join(found)}")

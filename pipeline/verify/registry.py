@@ -13,7 +13,7 @@ LINE = re.compile(r"(?P<indent> *)(?P<dash>- )?(?:(?P<key>[A-Za-z0-9_.-]+|'[^']*
 INT = re.compile(r"[-+]?(?:0|[1-9][0-9]*)")
 FLOAT = re.compile(r"[-+]?(?:[0-9]+\.[0-9]*(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+|\.[0-9]+)")
 WORDS = {"null": None, "true": True, "false": False, "{}": {}, "[]": []}
-PLAIN = re.compile(r"[A-Za-z0-9_./<=+\-][^#:\n]*(?::[^ \n][^#:\n]*)*")
+PLAIN = re.compile(r"(?!-+( |$))[A-Za-z0-9_./+\-][^#:\n]*(?::[^ #:\n][^#:\n]*)*")
 
 
 def parse(text: str) -> Any:

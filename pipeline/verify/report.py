@@ -18,8 +18,8 @@ from .verdict import check_names, check_verdict
 
 BOTH = (check_steps, check_identities, check_performance, check_validations, check_readbacks, check_tokens, check_norms, check_hashes)
 OURS = (
-    check_names, check_chains, check_links, check_metric_rows, check_totals, check_verdict, check_difference, check_completions,
-    check_token_logprobs,
+    form.check_conditions, check_names, check_chains, check_links, check_metric_rows, check_totals, check_verdict, check_difference,
+    check_completions, check_token_logprobs,
 )  # fmt: skip
 HASHES = (
     "whether the hashes are those of files that exist: a report can be forged as a whole, every digest computed again; only the run folders"

@@ -88,7 +88,7 @@ def _plain(value: Any, schema: dict[str, Any], place: str) -> Iterator[str]:
             yield f"{place}: is too short"
         if "pattern" in schema and not _matches(schema["pattern"], value):
             yield f"{place}: does not match {schema['pattern']}"
-    if isinstance(value, int | float) and value < schema.get("minimum", value):
+    if isinstance(value, int | float) and not isinstance(value, bool) and value < schema.get("minimum", value):
         yield f"{place}: is below {schema['minimum']}"
     if isinstance(value, list) and not schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value)):
         yield f"{place}: has {len(value)} elements"
