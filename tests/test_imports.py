@@ -56,6 +56,13 @@ def test_importing_the_pipeline_or_a_stages_entry_imports_nothing_heavy():
         assert not imported(ROOT / f"stages/{stage}.py", top_level_only=True) & HEAVY, stage
 
 
+def test_the_verifier_imports_nothing_but_the_standard_library_and_itself():
+    for path in sources("pipeline/verify"):
+        assert imported(path) <= {".", *sys.stdlib_module_names}, path
+        levels = {node.level for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)}
+        assert levels <= {0, 1}, path  # its own folder and none above
+
+
 @pytest.mark.parametrize("module", ["__main__", "config", "layout", "registry", "checks", "repro", "environment", "digest"])
 def test_light_modules_leave_torch_out_of_the_process(module):
     script = f"import sys, pipeline.{module}; print(*sorted(set(sys.modules) & {HEAVY | {'stages', 'kernels'}!r}))"

@@ -1,0 +1,87 @@
+"""python -m pipeline.verify FILE: the command line, what it prints, and its exit status."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from . import coverage, document, folder_checks, form
+from . import report as whole
+from .checks import Checks
+
+DESCRIPTION = """Checks a comparison report, ours or the published one, with the standard library alone.
+
+Exit status: 0 consistent, 2 not a report (or a bad argument), 3 inconsistent."""
+MOST = 50  # faults that are printed
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline.verify", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("report", type=Path, help="the JSON of a comparison")
+    parser.add_argument("--coverage", action="store_true", help="name the values that no check of the report alone can cover, and why")
+    parser.add_argument("--root", type=Path, metavar="PROJECT", help="a project folder: check all runs against their files in it")
+    parser.add_argument("--run", type=Path, metavar="FOLDER", action="append", default=[], help="the folder of one run (may come again)")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    try:
+        report = document.read(args.report)
+        checks = whole.verify(report)
+        if not checks.faults and (args.root or args.run):
+            check_files(report, args, checks)
+    except (OSError, ValueError) as error:
+        say(f"error: {args.report}: {error}; give the JSON of a comparison", sys.stderr)
+        return 2
+    if checks.faults:
+        say_faults(checks)
+        return 3
+    steps, verdict = len(report["runs"][0]["steps"]), f"; its verdict: {report['verdict']}" if form.is_ours(report) else ""
+    say(f"consistent: {len(report['runs'])} runs, {steps} steps, {checks.count} checks{verdict}")
+    say_list("not checked:", checks.notes)
+    say_list("what this cannot show:", [*(whole.FILES if args.root else (whole.HASHES, whole.FILES[1])), *whole.CANNOT_KNOW])
+    if args.coverage:
+        say_list("values that no check of the report alone covers:", coverage.lines(report))
+    return 0
+
+
+def check_files(report: dict[str, Any], args: argparse.Namespace, checks: Checks) -> None:
+    if not form.is_ours(report):
+        raise ValueError("--root and --run: the published report's runs are not laid out as ours")
+    try:
+        if args.root:
+            folder_checks.check_project(report, args.root, checks)
+        folder_checks.check_folders(report, args.run, checks) if args.run else None
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        checks.that(False, "files", f"cannot be followed ({type(error).__name__}: {error})")
+
+
+def say_faults(checks: Checks) -> None:
+    for fault in checks.faults[:MOST]:
+        say(f"inconsistent: {fault}")
+    if len(checks.faults) > MOST:
+        say(f"inconsistent: and {len(checks.faults) - MOST} more")
+
+
+def say_list(title: str, texts: Iterable[str]) -> None:
+    texts = list(texts)
+    if texts:
+        say(title)
+    for text in texts:
+        say(f"  {text}")
+
+
+def say(text: str, file=None) -> None:
+    """One line: names in a report may hold anything, and a terminal obeys control characters."""
+    line = "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text).encode("ascii", "backslashreplace").decode()
+    try:
+        print(line, file=file, flush=True)
+    except BrokenPipeError:  # the reader has seen enough; the exit status still counts
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
