@@ -13,7 +13,7 @@ from synthetic_runs import LAYOUTS, Synthetic, make_experiment, save, write_logs
 
 from pipeline import registry
 from pipeline.config import Config, execution_half
-from pipeline.digest import read_json, sha256_file, write_json
+from pipeline.digest import read_json, sha256_file, sha256_json, sha256_tensor, write_json
 from pipeline.evidence.chain import RunFiles
 from pipeline.evidence.compare import ExperimentId, RunRecord, compare
 from pipeline.evidence.performance import executed_or_cached, read_performance
@@ -75,8 +75,9 @@ def rewrite(files: RunFiles, cfg: Config, iteration: int) -> None:
         "metrics": rollout_metrics(rollout, cfg.sampling.samples_per_prompt),
         "completions_sha256": sha256_file(folder / "rollout" / "completions.jsonl"),
         "tokens_sha256": tokens_sha256(arrays),
+        "sha256": {name: sha256_tensor(array) for name, array in arrays.items()},
     }
-    write_json(folder / "rollout" / "summary.json", summary)
+    write_signed(folder / "rollout" / "summary.json", summary)
     rewrite_training(files, cfg, iteration, rollout)
     write_sidecars(files, cfg, iteration)
     write_logs(files, iteration)
@@ -100,8 +101,14 @@ def rewrite_training(files: RunFiles, cfg: Config, iteration: int, rollout: Roll
         metrics[str(step)] = own | {"train/lr-pg_0": RATE, "train/lr-pg_1": RATE}
     write_json(folder / "train" / "metrics.json", metrics)
     hashes = read_json(folder / "train" / "hashes.json")
-    updates = hashes.get("updates") or [{"gradients": hashes["gradients"]}]
-    write_json(folder / "train" / "hashes.json", {"updates": [{"gradients": update["gradients"]} for update in updates]})
+    hashes |= {"sha256": {name: sha256_tensor(x) for name, x in arrays.items()}, "metrics": sha256_file(folder / "train" / "metrics.json")}
+    write_signed(folder / "train" / "hashes.json", hashes)
+
+
+def write_signed(path: Path, record: dict[str, Any]) -> None:
+    """With the digest of the record itself, as the stages write it."""
+    record = {name: value for name, value in record.items() if name != "digest"}
+    write_json(path, record | {"digest": sha256_json(record)})
 
 
 def report_of(synthetic: Synthetic, expected: str | None = None) -> dict[str, Any]:
