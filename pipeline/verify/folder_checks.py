@@ -23,14 +23,14 @@ def check_project(report: dict[str, Any], root: Path, checks: Checks) -> None:
     settings = around.settings_of(report, project, checks)
     around.check_environment(report, project, checks)
     logs = _below(project, checks, "logs")
-    owns = []
+    owns, cache = [], {}
     for run in report["runs"]:
         try:
             folder = project.below("runs", run["run_id"])
         except (OSError, ValueError) as error:
             checks.that(False, run["run_id"], str(error))
             continue
-        own = RunFiles(run, folder, project, checks)
+        own = RunFiles(run, folder, checks, cache)
         own.load()
         owns.append(own)
         _add_checkpoint(own, project, settings.get(run["run_id"]), checks)
@@ -50,14 +50,14 @@ def check_project(report: dict[str, Any], root: Path, checks: Checks) -> None:
 def check_folders(report: dict[str, Any], folders: list[Path], checks: Checks) -> None:
     """Single runs, each in a folder of the run's name."""
     runs = {run["run_id"]: run for run in report["runs"]}
-    owns = []
+    owns, cache = [], {}
     for path in folders:
         key = path.resolve().name
         if key not in runs:
             raise ValueError(f"--run {path}: the report has no run {key}; it has {', '.join(runs)}")
         if not path.is_dir():
             raise ValueError(f"--run {path}: is no folder")
-        own = RunFiles(runs[key], Folder(path, f"{key}/"), None, checks)
+        own = RunFiles(runs[key], Folder(path, f"{key}/"), checks, cache)
         own.load()
         owns.append(own)
     _check_runs(report, owns, {}, checks)
