@@ -53,10 +53,6 @@ def check_folders(report: dict[str, Any], folders: list[Path], checks: Checks) -
     owns, cache = [], {}
     for path in folders:
         key = path.resolve().name
-        if key not in runs:
-            raise ValueError(f"--run {path}: the report has no run {key}; it has {', '.join(runs)}")
-        if not path.is_dir():
-            raise ValueError(f"--run {path}: is no folder")
         own = RunFiles(runs[key], Folder(path, f"{key}/"), checks, cache)
         own.load()
         owns.append(own)
