@@ -66,13 +66,10 @@ def check_files(report: dict[str, Any], args: argparse.Namespace, checks: Checks
     for path in args.run:
         if not path.is_dir() or path.resolve().name not in keys:
             raise ValueError(f"--run {path}: is no folder of a run of the report; give one of {', '.join(keys)}")
-    try:
-        if args.root:
-            folder_checks.check_project(report, args.root, checks)
-        if args.run:
-            folder_checks.check_folders(report, args.run, checks)
-    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
-        checks.that(False, "files", f"cannot be followed ({type(error).__name__}: {error})")
+    if args.root:
+        checks.follow("files", folder_checks.check_project, report, args.root, checks)
+    if args.run:
+        checks.follow("files", folder_checks.check_folders, report, args.run, checks)
 
 
 def say_faults(checks: Checks) -> None:

@@ -36,12 +36,12 @@ def check_project(report: dict[str, Any], root: Path, checks: Checks) -> None:
         _add_checkpoint(own, project, settings.get(run["run_id"]), checks)
     _check_runs(report, owns, settings, checks)
     if len(owns) == len(report["runs"]):
-        check_sections(report, owns, checks)
+        checks.follow("sections", check_sections, report, owns, checks)
     for own in owns:
         checkpoint = own.sources[0, None, "weights"].folder if (0, None, "weights") in own.sources else None
         if checkpoint is not None and own.whole:
-            around.check_model_files(own, checkpoint, checks)
-        around.check_times(own, logs, checkpoint, checks)
+            checks.follow(own.key, around.check_model_files, own, checkpoint, checks)
+        checks.follow(f"{own.key}: performance", around.check_times, own, logs, checkpoint, checks)
     commands = {command for own in owns for command in around.fresh_command(own, logs)}
     fresh = len(commands) == 1 and None not in commands
     checks.that(report["verification"] == "cached" or fresh, "verification", "is fresh, but the logs name no one command that executed all")
@@ -76,17 +76,17 @@ def _add_checkpoint(own: RunFiles, project: Folder, settings: dict[str, Any] | N
 
 def _check_runs(report: dict[str, Any], owns: list[RunFiles], settings: dict[str, Any], checks: Checks) -> None:
     for own in owns:
-        check_links(own, [other for other in owns if other is not own], checks)
-        check_claims(own, checks)
+        checks.follow(f"{own.key}: links", check_links, own, [other for other in owns if other is not own], checks)
+        checks.follow(f"{own.key}: steps", check_claims, own, checks)
         if own.whole:
-            check_recorded(own, checks)
-            check_sidecars(own, checks)
-            check_readbacks(own, checks)
-            check_metrics(own, settings.get(own.key), checks)
+            checks.follow(f"{own.key}: recorded hashes", check_recorded, own, checks)
+            checks.follow(f"{own.key}: sidecars", check_sidecars, own, checks)
+            checks.follow(f"{own.key}: readbacks", check_readbacks, own, checks)
+            checks.follow(f"{own.key}: metrics", check_metrics, own, settings.get(own.key), checks)
         else:
             checks.note(f"{own.key}: sidecars, readbacks and recorded hashes, and metrics computed again: its validation failed")
         if own.key == report["oracle"]:
-            check_token_logprobs(report, own, checks)
+            checks.follow("token_logprobs", check_token_logprobs, report, own, checks)
     if not any(own.key == report["oracle"] for own in owns) and report["token_logprobs"]:
         checks.note("token_logprobs, which are of the oracle's folder")
     given = {own.key for own in owns}
