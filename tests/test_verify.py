@@ -16,6 +16,7 @@ from verified_runs import TWO, make_project, report_of
 
 from pipeline.config import Layout
 from pipeline.paths import ROOT
+from pipeline.verify.chains import PARENTS, places
 from pipeline.verify.command import main
 from pipeline.verify.metrics import MISMATCH
 from pipeline.verify.report import verify
@@ -128,6 +129,16 @@ def test_doctored_copies_are_refused(report, name):
     change, place = CHANGES[name]
     found = faults(report, change)
     assert any(place in fault for fault in found), found
+
+
+def test_parents_are_known_and_come_before_their_links():
+    """So that a report whose parents are these has no cycle."""
+    order = [quantity for _, _, quantity in places(1, ["0"])]
+    assert sorted(order) == sorted(PARENTS)
+    for quantity, parents in PARENTS.items():
+        earlier = order[: order.index(quantity)]
+        for parent in parents:
+            assert parent in earlier or parent.removeprefix("previous.").removeprefix("first.") in PARENTS and "." in parent
 
 
 def test_entropy_and_kl_coefficients_are_found_without_being_told(report):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
+import numpy as np
 import pytest
 from published_report import published_report
 from verified_runs import make_project, report_of
@@ -69,6 +71,9 @@ PUBLISHED = {
 }
 
 
+JUNK = (None, True, -1, 2**62, 1.5, -0.0, 1e308, "", "x", "NaN", [], {}, [1], [[]], {"a": 1}, {"perf/step_time": None})
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     synthetic = make_project(tmp_path_factory.mktemp("coverage"))
@@ -97,6 +102,24 @@ def test_of_the_published_report_everything_else_is_covered():
     assert verify(report).faults == []
     assert set(doctoring.unnoticed(report)) == PUBLISHED
     assert report == published_report()
+
+
+def test_no_doctored_copy_ends_in_a_traceback(made):
+    """All faults are looked for, as the command does, with junk of every type in every kind of place."""
+    report, random, places = copy.deepcopy(made[1]), np.random.default_rng(0), {}
+    for path in list(doctoring.paths_of(report))[1:]:
+        places.setdefault(doctoring.pattern(path), path)
+    for path in places.values():
+        parent = report
+        for key in path[:-1]:
+            parent = parent[key]
+        before = parent[path[-1]]
+        for i in random.choice(len(JUNK), 2, replace=False):
+            parent[path[-1]] = JUNK[i]
+            with contextlib.suppress(ValueError):  # no report at all
+                verify(report)
+        parent[path[-1]] = before
+    assert report == made[1]
 
 
 def test_every_uncovered_value_has_its_reason():

@@ -95,6 +95,19 @@ def test_what_has_another_form_is_one_line(name, report, tmp_path, capsys):
     assert message in refused(json.dumps(changed).encode(), tmp_path, capsys)
 
 
+def test_large_numbers_cost_no_time(report, tmp_path, capsys):
+    """Ranks, samples and tokens that nobody has: refused before anyone counts to them."""
+    huge = copy.deepcopy(report)
+    huge["runs"][0]["execution"]["layout"]["dp"] = 10**12
+    assert "has more than 65536 ranks" in refused(json.dumps(huge).encode(), tmp_path, capsys)
+    huge = copy.deepcopy(report)
+    for run in huge["runs"]:
+        run["tokens"]["0"]["sample_count"] = 2**62
+        run["steps"]["0"]["train/global_batch_size"] = 2.0**62
+    (tmp_path / "report.json").write_text(json.dumps(huge))
+    assert main([str(tmp_path / "report.json")]) == 3
+
+
 def test_the_folder_holds_the_pipelines_own_schemas():
     for name in ("comparison", "validation"):
         file = f"schemas/{name}.schema.json"

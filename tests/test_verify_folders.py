@@ -250,6 +250,8 @@ def test_exit_status_with_folders(made, project, capsys):
     assert main([str(path), "--run", str(project / "runs" / KEYS[0])]) == 0
     assert "version 1 of the weights" in capsys.readouterr().out
     assert main([str(path), "--run", str(project)]) == 2
-    assert "the report has no run project" in capsys.readouterr().err
+    assert main([str(path), "--root", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 2 and "is no folder of a run of the report" in err and "holds runs/" in err
     edit_json(project / "runs" / KEYS[0] / "i0001/train/metrics.json", lambda m: m["0"].update({"train/loss": "NaN"}))
     assert main([str(path), "--root", str(project)]) == 3

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .document import same
+
+# What a value of another kind than expected raises on the way; then it can't be followed, and that is a fault.
+NOT_FOLLOWED = (ArithmeticError, AttributeError, LookupError, OSError, StopIteration, TypeError, ValueError, struct.error)
 
 
 class Enough(Exception):
@@ -34,6 +38,13 @@ class Checks:
         """The same JSON: 1, 1.0 and true are three values, as are 0.0 and -0.0."""
         self.count += 1
         return True if same(value, expected) else self.that(False, place, f"is {short(value)}, expected {short(expected)}")
+
+    def follow(self, place: str, check: Callable[..., Any], *args: Any) -> None:
+        """Runs a check; what it can't follow is a fault, as nobody can say that it holds."""
+        try:
+            check(*args)
+        except NOT_FOLLOWED as error:
+            self.that(False, place, f"cannot be followed ({type(error).__name__}: {error})")
 
     def note(self, text: str) -> None:
         if text not in self.notes:

@@ -35,10 +35,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         report = document.read(args.report)
         checks = whole.verify(report)
-        if not checks.faults and (args.root or args.run):
-            check_files(report, args, checks)
     except (OSError, ValueError) as error:
         say(f"error: {args.report}: {error}; give the JSON of a comparison", sys.stderr)
+        return 2
+    try:
+        if not checks.faults:
+            check_files(report, args, checks)
+    except ValueError as error:
+        say(f"error: {error}", sys.stderr)
         return 2
     if checks.faults:
         say_faults(checks)
@@ -53,14 +57,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def check_files(report: dict[str, Any], args: argparse.Namespace, checks: Checks) -> None:
-    if not form.is_ours(report):
-        raise ValueError("--root and --run: the published report's runs are not laid out as ours")
-    try:
-        if args.root:
-            folder_checks.check_project(report, args.root, checks)
-        folder_checks.check_folders(report, args.run, checks) if args.run else None
-    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
-        checks.that(False, "files", f"cannot be followed ({type(error).__name__}: {error})")
+    """ValueError for folders that can't be those of the report."""
+    if (args.root or args.run) and not form.is_ours(report):
+        raise ValueError("--root, --run: runs of the published report are not laid out as ours; give neither")
+    if args.root and not args.root.is_dir():
+        raise ValueError(f"--root {args.root}: is no folder; give that which holds runs/")
+    keys = [run["run_id"] for run in report["runs"]]
+    for path in args.run:
+        if not path.is_dir() or path.resolve().name not in keys:
+            raise ValueError(f"--run {path}: is no folder of a run of the report; give one of {', '.join(keys)}")
+    if args.root:
+        checks.follow("files", folder_checks.check_project, report, args.root, checks)
+    if args.run:
+        checks.follow("files", folder_checks.check_folders, report, args.run, checks)
 
 
 def say_faults(checks: Checks) -> None:

@@ -38,7 +38,7 @@ def escapes(report: dict[str, Any], per_place: int | None = None) -> Iterator[tu
     place, and back.
     """
     places: dict[str, list[Path]] = {}
-    for path in _paths(report):
+    for path in paths_of(report):
         places.setdefault(pattern(path), []).append(path)
     for name, paths in places.items():
         found: set[str] = set()
@@ -51,11 +51,11 @@ def escapes(report: dict[str, Any], per_place: int | None = None) -> Iterator[tu
                     yield f"{kind}: {name}", parent, key, value
 
 
-def _paths(node: Any, path: Path = ()) -> Iterator[Path]:
+def paths_of(node: Any, path: Path = ()) -> Iterator[Path]:
     yield path
     items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for key, value in items:
-        yield from _paths(value, (*path, key))
+        yield from paths_of(value, (*path, key))
 
 
 def pattern(path: Path) -> str:

@@ -23,25 +23,25 @@ def check_project(report: dict[str, Any], root: Path, checks: Checks) -> None:
     settings = around.settings_of(report, project, checks)
     around.check_environment(report, project, checks)
     logs = _below(project, checks, "logs")
-    owns = []
+    owns, cache = [], {}
     for run in report["runs"]:
         try:
             folder = project.below("runs", run["run_id"])
         except (OSError, ValueError) as error:
             checks.that(False, run["run_id"], str(error))
             continue
-        own = RunFiles(run, folder, project, checks)
+        own = RunFiles(run, folder, checks, cache)
         own.load()
         owns.append(own)
         _add_checkpoint(own, project, settings.get(run["run_id"]), checks)
     _check_runs(report, owns, settings, checks)
     if len(owns) == len(report["runs"]):
-        check_sections(report, owns, checks)
+        checks.follow("sections", check_sections, report, owns, checks)
     for own in owns:
         checkpoint = own.sources[0, None, "weights"].folder if (0, None, "weights") in own.sources else None
         if checkpoint is not None and own.whole:
-            around.check_model_files(own, checkpoint, checks)
-        around.check_times(own, logs, checkpoint, checks)
+            checks.follow(own.key, around.check_model_files, own, checkpoint, checks)
+        checks.follow(f"{own.key}: performance", around.check_times, own, logs, checkpoint, checks)
     commands = {command for own in owns for command in around.fresh_command(own, logs)}
     fresh = len(commands) == 1 and None not in commands
     checks.that(report["verification"] == "cached" or fresh, "verification", "is fresh, but the logs name no one command that executed all")
@@ -50,14 +50,10 @@ def check_project(report: dict[str, Any], root: Path, checks: Checks) -> None:
 def check_folders(report: dict[str, Any], folders: list[Path], checks: Checks) -> None:
     """Single runs, each in a folder of the run's name."""
     runs = {run["run_id"]: run for run in report["runs"]}
-    owns = []
+    owns, cache = [], {}
     for path in folders:
         key = path.resolve().name
-        if key not in runs:
-            raise ValueError(f"--run {path}: the report has no run {key}; it has {', '.join(runs)}")
-        if not path.is_dir():
-            raise ValueError(f"--run {path}: is no folder")
-        own = RunFiles(runs[key], Folder(path, f"{key}/"), None, checks)
+        own = RunFiles(runs[key], Folder(path, f"{key}/"), checks, cache)
         own.load()
         owns.append(own)
     _check_runs(report, owns, {}, checks)
@@ -80,17 +76,17 @@ def _add_checkpoint(own: RunFiles, project: Folder, settings: dict[str, Any] | N
 
 def _check_runs(report: dict[str, Any], owns: list[RunFiles], settings: dict[str, Any], checks: Checks) -> None:
     for own in owns:
-        check_links(own, [other for other in owns if other is not own], checks)
-        check_claims(own, checks)
+        checks.follow(f"{own.key}: links", check_links, own, [other for other in owns if other is not own], checks)
+        checks.follow(f"{own.key}: steps", check_claims, own, checks)
         if own.whole:
-            check_recorded(own, checks)
-            check_sidecars(own, checks)
-            check_readbacks(own, checks)
-            check_metrics(own, settings.get(own.key), checks)
+            checks.follow(f"{own.key}: recorded hashes", check_recorded, own, checks)
+            checks.follow(f"{own.key}: sidecars", check_sidecars, own, checks)
+            checks.follow(f"{own.key}: readbacks", check_readbacks, own, checks)
+            checks.follow(f"{own.key}: metrics", check_metrics, own, settings.get(own.key), checks)
         else:
             checks.note(f"{own.key}: sidecars, readbacks and recorded hashes, and metrics computed again: its validation failed")
         if own.key == report["oracle"]:
-            check_token_logprobs(report, own, checks)
+            checks.follow("token_logprobs", check_token_logprobs, report, own, checks)
     if not any(own.key == report["oracle"] for own in owns) and report["token_logprobs"]:
         checks.note("token_logprobs, which are of the oracle's folder")
     given = {own.key for own in owns}

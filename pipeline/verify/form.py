@@ -7,7 +7,9 @@ from typing import Any
 
 from . import schema
 from .checks import Checks
+from .layouts import rollout_size
 
+MAX_RANKS = 1 << 16  # they are counted one by one
 CONDITIONS = ("if", "then", "else")  # of a schema's outermost level: what follows from a value, not whether it is a report
 
 
@@ -32,7 +34,12 @@ def _errors(report: dict[str, Any]) -> Iterator[str]:
     yield from found
     if found:
         return
-    yield from _fit(report, "fields", "report")
+    found = list(_fit(report, "fields", "report"))
+    yield from found
+    for i, run in enumerate(report["runs"] if not found else ()):
+        layout = run["execution"]["layout"]
+        if layout["tp"] * layout["cp"] * layout["dp"] > MAX_RANKS or rollout_size(layout) > MAX_RANKS:
+            yield f"report.runs.{i}.execution.layout: has more than {MAX_RANKS} ranks"
     for i, run in enumerate(report["runs"]):
         yield from _fit(run["validation"], "validation", f"report.runs.{i}.validation")
 

@@ -160,5 +160,5 @@ def _check_iteration(run: dict[str, Any], steps: list[str], checks: Checks) -> N
 
 
 def _is_share(value: float, samples: int) -> bool:
-    """k / n for a number n of groups that fill the samples."""
-    return any(round(value * n) / n == value for n in range(1, samples + 1) if samples % n == 0)
+    """k / samples, rounded once; of groups that fill the samples too, as k / n is the same quotient."""
+    return round(value * samples) / samples == value

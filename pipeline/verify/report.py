@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from . import form
@@ -44,14 +45,7 @@ def verify(report: Any) -> Checks:
 def check_values(report: dict[str, Any], stop_at_first: bool = False) -> Checks:
     """Every value against the others."""
     checks = Checks(stop_at_first)
-    for check in (*BOTH, *OURS) if form.is_ours(report) else BOTH:
-        try:
-            check(report, checks)
-        except Enough:
-            return checks
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            # the schemas leave little room for this; what can't be followed is not consistent
-            checks.faults.append(f"{check.__name__.removeprefix('check_')}: cannot be followed ({type(error).__name__}: {error})")
-            if stop_at_first:
-                return checks
+    with contextlib.suppress(Enough):
+        for check in (*BOTH, *OURS) if form.is_ours(report) else BOTH:
+            checks.follow(check.__name__.removeprefix("check_"), check, report, checks)
     return checks

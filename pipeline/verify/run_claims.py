@@ -50,9 +50,16 @@ def _check_completions(own: RunFiles, number: int, checks: Checks) -> None:
     data = own.attempt(lambda: own.folder.below(f"i{number:04d}", "rollout").read("completions.jsonl"))
     if data is not None:
         lines = [line for line in data.split(b"\n")[:SHOWN] if line]
-        rows = own.attempt(lambda: [{"iteration": number, **document.parse(line)} for line in lines])
+        rows = own.attempt(lambda: [_row(line, number) for line in lines])
         reported = [row for row in own.run["completions"] if row["iteration"] == number]
         checks.equal(f"{own.key}: completions of iteration {number}", reported, rows)
+
+
+def _row(line: bytes, number: int) -> dict[str, Any]:
+    row = document.parse(line)
+    if not isinstance(row, dict):
+        raise ValueError(f"i{number:04d}/rollout/completions.jsonl: holds a line that is no object")
+    return {"iteration": number, **row}
 
 
 def check_recorded(own: RunFiles, checks: Checks) -> None:

@@ -10,7 +10,7 @@ from .chains import GRADIENT_NORM, chain_digest, digest_at, link_digest, places
 from .checks import Checks
 from .folders import Folder
 from .metrics import iterations
-from .tensor_files import TensorFile
+from .tensor_files import Cache, TensorFile
 
 Value = TypeVar("Value")
 Place = tuple[int, str | None, str]  # iteration, step, quantity
@@ -40,8 +40,8 @@ class RunFiles:
 
     run: dict[str, Any]  # of the report
     folder: Folder  # runs/KEY
-    project: Folder | None  # the project folder, where that is given
     checks: Checks
+    cache: Cache = field(default_factory=dict)  # one for all runs
     parts: dict[Place, dict[str, str]] = field(default_factory=dict)
     sources: dict[Place, TensorFile] = field(default_factory=dict)
 
@@ -68,7 +68,7 @@ class RunFiles:
         return self.attempt(lambda: self.folder.below(*names[:-1]).json(names[-1])) or {}
 
     def tensors(self, *names: str) -> TensorFile | None:
-        return self.attempt(lambda: TensorFile(self.folder.below(*names[:-1]), names[-1]))
+        return self.attempt(lambda: TensorFile(self.folder.below(*names[:-1]), names[-1], self.cache))
 
     def arrays(self, iteration: int) -> dict[str, TensorFile | None]:
         """The files of an iteration's rollout, reference and training arrays, by folder."""
@@ -115,7 +115,7 @@ class RunFiles:
         for own in [name] if name else checkpoints.names():
             folder = self.attempt(lambda own=own: checkpoints.below(own))
             if folder and (name or _recorded(folder) == wanted):
-                self._add((0, None, "weights"), self.attempt(lambda folder=folder: TensorFile(folder, "model.safetensors")))
+                self._add((0, None, "weights"), self.attempt(lambda folder=folder: TensorFile(folder, "model.safetensors", self.cache)))
                 return
         self.checks.that(False, self.key, f"{checkpoints.shown}: no checkpoint's weights have the digest of version 1")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from .chains import digest_at, link_digest, places
@@ -84,14 +85,10 @@ def _element(own: RunFiles, twin: RunFiles, place: Place, part: str) -> str:
 
 def _first_unequal(a: TensorFile, b: TensorFile, tensor: str) -> str:
     """Its index, as [1, 2]."""
-    entry, left, right = a.entries[tensor], a.raw(tensor), b.raw(tensor)
-    byte = next((i for i, (x, y) in enumerate(zip(left, right)) if x != y), None)
+    entry, byte = a.entries[tensor], a.first_unequal_byte(b, tensor)
     if byte is None:
         return ""
-    count = 1
-    for n in entry.shape:
-        count *= n
-    flat, index = byte * count // entry.size, []
+    flat, index = byte * math.prod(entry.shape) // entry.size, []
     for n in reversed(entry.shape):
         flat, rest = divmod(flat, n)
         index.append(rest)

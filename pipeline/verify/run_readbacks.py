@@ -42,6 +42,12 @@ def _add_iteration(own: RunFiles, number: int, stage: str, layout: dict[str, Any
                 checks.equal(f"{place}: counts", readback["counts"], counts)
 
 
+def _of_type(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{value!r:.40} is no {kind.__name__}")
+    return value
+
+
 class Total:
     """Over all processes and iterations of one stage."""
 
@@ -57,17 +63,16 @@ class Total:
     def add(self, readback: dict[str, Any], place: str, checks: Checks) -> bool:
         """ValueError when it is no readback."""
         try:
-            forwards = readback["counts"]["forwards"]
             for module in MODULES:
                 own = readback["modules"][module]
-                self.calls[module] += own["call_count"]
-                self.backends[module].add(own["backend_id"])
-                self.kinds[module].add(own["implementation"])
-                self.ranks[module].add(readback["rank"])
-            checks.equal(f"{place}: calls of logp", readback["modules"]["logp"]["call_count"], forwards)
-            self.builds.add(readback["kernel_build"])
+                self.calls[module] += _of_type(own["call_count"], int)
+                self.backends[module].add(_of_type(own["backend_id"], str))
+                self.kinds[module].add(_of_type(own["implementation"], str))
+                self.ranks[module].add(_of_type(readback["rank"], int))
+            checks.equal(f"{place}: calls of logp", readback["modules"]["logp"]["call_count"], readback["counts"]["forwards"])
+            self.builds.add(_of_type(readback["kernel_build"], str))
             for package, version in readback["versions"].items():
-                self.versions.setdefault(package, set()).add(version)
+                self.versions.setdefault(package, set()).add(_of_type(version, str))
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"{place}: is no readback ({type(error).__name__}: {error})") from None
         self.count += 1

@@ -6,6 +6,7 @@ import array
 import hashlib
 import json
 import math
+import os
 import sys
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -22,6 +23,7 @@ DTYPES = {  # name in the file: torch's name, bytes an element
     **{f"F{n}": (f"float{n}", n // 8) for n in (16, 32, 64)},
 }  # fmt: skip
 CODES = {"int32": "i", "float32": "f"}
+Cache = dict[tuple[int, ...], dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,17 @@ class Entry:
 class TensorFile:
     """A file that was read and checked once; ValueError or FileNotFoundError when it can't be."""
 
-    def __init__(self, folder: Folder, name: str) -> None:
+    def __init__(self, folder: Folder, name: str, cache: Cache | None = None) -> None:
+        """cache: hashes of files that were read already; equal files of several runs are often one file on disk."""
         self.folder, self.name, self.shown = folder, name, f"{folder.shown}{name}"
         with folder.open(name) as file:
             self.entries = _entries(file, self.shown)
-            self.hashes = {entry.name: _sha256(file, entry) for entry in self.entries.values()}
+            status = os.fstat(file.fileno())
+            identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+            known = {} if cache is None else cache
+            if identity not in known:
+                known[identity] = {entry.name: _sha256(file, entry) for entry in self.entries.values()}
+            self.hashes = known[identity]
 
     def raw(self, name: str) -> bytes:
         """Little-endian, row-major bytes."""
@@ -50,6 +58,19 @@ class TensorFile:
         with self.folder.open(self.name) as file:
             file.seek(entry.start)
             return file.read(entry.size)
+
+    def first_unequal_byte(self, other: TensorFile, name: str) -> int | None:
+        """Where two tensors of one shape part; None when they are the same."""
+        entry = self.entries[name]
+        with self.folder.open(self.name) as file, other.folder.open(other.name) as beside:
+            file.seek(entry.start)
+            beside.seek(other.entries[name].start)
+            for start in range(0, entry.size, CHUNK):
+                size = min(CHUNK, entry.size - start)
+                a, b = file.read(size), beside.read(size)
+                if a != b:
+                    return start + next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+        return None
 
     def numbers(self, name: str, dtype: str) -> array.array:
         """A row of int32 or fp32. ValueError when it is none."""
