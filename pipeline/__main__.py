@@ -27,7 +27,7 @@ def main() -> int:
         return forget(sys.argv[2:])
     own, sys.argv[1:] = options().parse_known_args()
     try:
-        if own.jobs != 1 or own.launcher != "basic":
+        if ahead := own.jobs != 1 or own.launcher != "basic":
             parallel.check(own.jobs, own.launcher)
         jobs = command_lines()
         if not jobs:
@@ -42,7 +42,7 @@ def main() -> int:
         return 0
     try:
         fresh = {run.experiment for run in runs if run.config.verify == "fresh"}
-        if own.jobs > 1 or own.launcher != "basic":
+        if ahead:
             if fresh:
                 raise UserError("verify=fresh: executes every stage in this clone; leave --jobs and --launcher out")
             parallel.run_ahead([run.key for run in runs], own.jobs, own.launcher)

@@ -2,7 +2,7 @@
 
 RUN is a key of params.yaml, or FOLDER/KEY for a run of another clone (another version of the code). The first differing stage of the first
 differing iteration is run again on both sides, each from its own files, with a hash per operation; a second time, the values of the one
-operation are kept. Nothing of the runs is written to. The answer is printed and kept as reports/EXPERIMENT/bisect-RUN_A-RUN_B.json.
+operation are kept. No output of the runs is written to. The answer is printed and kept as reports/EXPERIMENT/bisect-RUN_A-RUN_B.json.
 
 Exit status: 0 the runs are identical, 2 bad argument, 3 they differ, 4 a file of a run is missing.
 """
@@ -23,7 +23,7 @@ from pipeline.digest import sha256_folder, write_json
 from pipeline.errors import MissingPrerequisite, UserError
 from pipeline.paths import ROOT, Paths, step
 
-STAGES = {
+STAGES = {  # whose outputs hold which quantities; prompts are of no iteration's stage
     "rollout": ("tokens", "rollout_logprob", "rewards", "rollout_metrics"),
     "ref_logprob": ("reference_logprob",),
     "train": (
@@ -91,9 +91,9 @@ def bisect(a: Side, b: Side) -> dict[str, Any]:
     record |= {"first_difference": difference, "stage": None, "reproduced": None, "operation": None}
     if difference is None:
         return record
-    stage = next((s for s, quantities in STAGES.items() if difference["quantity"] in quantities), None)
-    if difference["iteration"] == 0 or stage is None:
+    if difference["iteration"] == 0 or difference["quantity"] == "prompts":
         return record  # other weights to start from, or other prompts: no operation is to blame
+    stage = next(s for s, quantities in STAGES.items() if difference["quantity"] in quantities)
     with tempfile.TemporaryDirectory(prefix="lockstep-bisect-") as temporary:
         reproduced, operation = _trace_both((a, b), stage, difference["iteration"], Path(temporary))
     return {**record, "stage": stage, "reproduced": reproduced, "operation": operation}

@@ -25,8 +25,7 @@ _GENERATED = ("params.yaml", "env.json")  # what a worktree takes from the clone
 
 
 def run_ahead(keys: Sequence[str], jobs: int, launcher: str = "basic", root: Path = ROOT) -> None:
-    """Makes the runs with these keys in `jobs` worktrees at once; what they share comes first, here. Raises StageFailed, UserError."""
-    check(jobs, launcher, root)
+    """Makes the runs with these keys in `jobs` worktrees at once, after `check`; what they share comes first, here. Raises StageFailed."""
     parts = [part for part in (list(keys[i::jobs]) for i in range(jobs)) if part]
     known = registry.load(root)
     shared = {f"prompts@{cfg.checkpoint.name}--{cfg.data.name}" for cfg in map(known.run, keys)}

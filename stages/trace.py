@@ -51,7 +51,7 @@ def rank_main(args: dict[str, Any]) -> dict[str, Any]:
     from stages.weights import read_weights
 
     stage, folder = args["traced"], Path(args["folder"])
-    job = entry.Job.from_args(args).of(args["traced"], args["iteration"])
+    job = entry.Job.from_args(args).of(stage, args["iteration"])
     mesh = ranks.start_mesh(stage_mesh(job.cfg.layout, stage), job.cfg.launch.threads, job.cfg.launch.kernel_build)
     out = [folder / "outputs" / name for name in OUTPUTS[stage]]
     match stage:

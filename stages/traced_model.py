@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from pipeline.evidence.traces import POSITION_BITS
 from stages.batch import TokenBatch
 from stages.engine import LockstepEngine
 from stages.model import Attention, CausalLM, Embedding, FeedForward, Norm, Ops
@@ -23,7 +24,6 @@ from stages.optimizer import MOMENTS
 from stages.parallel import Axis
 from stages.trainer import Trainer, UpdateResult
 
-POSITION_BITS = 20  # a row's number is sample << 20 | position
 _INT64 = torch.int64
 
 

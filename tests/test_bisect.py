@@ -10,6 +10,8 @@ import pytest
 from safetensors.numpy import save_file
 from working_copy import make_working_copy, patch, pipeline, run_module
 
+from pipeline.bisect import STAGES
+from pipeline.evidence.chain import QUANTITIES, STEP_QUANTITIES
 from pipeline.evidence.traces import element, first_unequal, read_trace
 
 
@@ -65,6 +67,11 @@ def test_in_a_rollout_an_earlier_step_comes_before_an_earlier_operation(tmp_path
     a, b = write(tmp_path / "a", early), write(tmp_path / "b", late)
     assert first_unequal(a, b).name == X
     assert first_unequal(a, b, lambda rows: rows - 7).name == Y
+
+
+def test_every_quantity_but_the_prompts_is_of_one_stage():
+    quantities = {*(name for name in QUANTITIES if name), *STEP_QUANTITIES}
+    assert sorted(name for names in STAGES.values() for name in names) == sorted(quantities - {"prompts"})
 
 
 # --- runs ----------------------------------------------------------------------------------------------------------------------

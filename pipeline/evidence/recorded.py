@@ -43,17 +43,6 @@ def hexes(metrics: Mapping[str, float | str]) -> dict[str, str]:
     return {name: float_hex(value) for name, value in metrics.items()}
 
 
-def value_at(path: Path, keys: tuple[str, ...]) -> Any:
-    """The value below `keys` in a JSON file; None where there is none."""
-    try:
-        value = read_json(path)
-        for key in keys:
-            value = value[key]
-        return value
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
 def recorded_object(path: Path, read: Callable[[Path], dict[str, Any]] = read_object) -> dict[str, Any]:
     """What `read` returns; empty when the file is missing or damaged, which the evidence reports."""
     try:

@@ -25,6 +25,7 @@ MISMATCH = "train/train_current_rollout_logprob_mismatch_count"
 MAX_ABS_DIFF = "train/train_current_rollout_logprob_max_abs_diff"
 NUMEL = "train/train_current_rollout_logprob_numel"
 ABS_DIFF = "train/train_rollout_logprob_abs_diff"
+SCHEMAS = Path(__file__).parents[1] / "verify" / "schemas"  # with the verifier, whose folder is copied and read alone
 EAGER = {"applicable": False, "reason": "the CPU engine runs every step eagerly; there is no graph to capture"}
 
 
@@ -70,7 +71,7 @@ def write_validation(path: Path, validation: dict[str, Any]) -> None:
 def check_schema(name: str, instance: Any) -> None:
     import jsonschema
 
-    jsonschema.validate(instance, read_json(Path(__file__).parent / "schemas" / f"{name}.schema.json"))
+    jsonschema.validate(instance, read_json(SCHEMAS / f"{name}.schema.json"))
 
 
 def _arrays(files: RunFiles, iteration: int, errors: list[str]) -> dict[str, np.ndarray] | None:

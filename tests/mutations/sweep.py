@@ -182,6 +182,16 @@ def removals(runs: Runs, key: str, every_rank: bool) -> Iterator[Mutation]:
         yield Mutation(f"{place} removed", "file removed", said(Expected(**of_file(place)), path.unlink), files=(path,))
 
 
+FIRST_MISSED = {  # the causally first quantity of an iteration's file
+    "completions.safetensors": "prompts",
+    "summary.json": "rollout_metrics",
+    "ref.safetensors": "reference_logprob",
+    "logprobs.safetensors": "old_logprob",
+    "metrics.json": "metrics",
+    "hashes.json": "gradients",
+}
+
+
 def of_file(place: str) -> dict[str, Any]:
     """What must be said when it is missing; results that lay in it are a difference besides."""
     name = place.rpartition("/")[2]
@@ -196,18 +206,8 @@ def of_file(place: str) -> dict[str, Any]:
             return {"reason": f"{place}: is not the checkpoint's {name}"}
         case ["state", _, "step.json"]:
             return {"reason": f"{place} is None, expected "}
-        case [iteration, _, "completions.safetensors"]:
-            quantity = "prompts"
-        case [iteration, _, "summary.json"]:
-            quantity = "rollout_metrics"
-        case [iteration, _, "ref.safetensors"]:
-            quantity = "reference_logprob"
-        case [iteration, _, "logprobs.safetensors"]:
-            quantity = "old_logprob"
-        case [iteration, _, "metrics.json"]:
-            quantity = "metrics"
-        case [iteration, _, "hashes.json"]:
-            quantity = "gradients"
+        case [iteration, _, _] if name in FIRST_MISSED:
+            quantity = FIRST_MISSED[name]
         case ["weights" | "state", version, _]:
             iteration = f"i{int(version.partition('_v')[2]) - 1:04d}"
             quantity = "weights" if name == "model.safetensors" else name.removesuffix(".safetensors")
