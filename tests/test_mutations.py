@@ -7,13 +7,14 @@ import pytest
 from tests.mutations import __main__ as suite
 from tests.mutations import evidence_files, files
 from tests.mutations.cache import CASES, cache_outcome
-from tests.mutations.clone import Clone, replaced_once
+from tests.mutations.clone import Clone
 from tests.mutations.mutation import named
 from tests.mutations.outcomes import outcomes
 from tests.mutations.runs import ROOT, synthetic_runs
 from tests.mutations.sources import PATCHES, source_outcome
 from tests.mutations.sweep import sweep
 from tests.mutations.verdicts import Expected, Found, fault_of
+from tests.working_copy import replaced_once
 
 NAMED = [*files.MUTATIONS, *evidence_files.MUTATIONS]
 

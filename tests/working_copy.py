@@ -32,6 +32,10 @@ def pipeline(folder: Path, *args: str) -> tuple[int, str]:
 
 def patch(folder: Path, file: str, old: str, new: str) -> None:
     """A bug, or its repair: text that must be there once."""
-    text = (folder / file).read_text()
-    assert text.count(old) == 1, f"{file} holds {old!r} {text.count(old)} times"
-    (folder / file).write_text(text.replace(old, new))
+    (folder / file).write_text(replaced_once((folder / file).read_text(), old, new, file))
+
+
+def replaced_once(text: str, old: str, new: str, file: str) -> str:
+    if text.count(old) != 1:
+        raise ValueError(f"{file}: the text to replace occurs {text.count(old)} times, expected once: {old.strip()}")
+    return text.replace(old, new)

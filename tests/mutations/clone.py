@@ -13,10 +13,10 @@ from pathlib import Path
 from pipeline import registry
 from pipeline.digest import read_json
 from pipeline.errors import ResultsDiffer
-from pipeline.paths import ROOT
 from pipeline.segments import segment_length
 from tests.mutations.runs import found_in
 from tests.mutations.verdicts import Found
+from tests.working_copy import make_working_copy, replaced_once
 
 # Tiny, but with all that a mutation needs: mixed lengths, non-zero advantages, a clip and a learning rate that are at work.
 EXPERIMENT = (
@@ -25,16 +25,14 @@ EXPERIMENT = (
 )  # fmt: skip
 ORACLE = "tp1cp1dp1"
 LAYOUTS = ("tp3-s2", "dp2z1-m2-s2", "cp2")  # a segment of two iterations in one set of processes, twice; a stage for each step
-LEFT_OUT = (".git", ".venv*", "runs", "reports", "logs", "cache", "tmp", "mlflow.db*", "__pycache__", "dvc.lock", "params.yaml")
 SECONDS = 120  # a mutated run that takes longer hangs
 
 
 class Clone:
     def __init__(self, folder: Path):
         """Raises RuntimeError when the unbroken code does not call its layouts identical."""
-        self.folder = folder / "lockstep"
-        shutil.copytree(ROOT, self.folder, ignore=shutil.ignore_patterns(*LEFT_OUT))
-        subprocess.run(["git", "init", "-q"], cwd=self.folder, check=True)
+        self.folder = make_working_copy(folder / "lockstep")
+        (self.folder / "params.yaml").unlink()  # no other experiment
         (folder / "run").mkdir()
         # the fork server's socket lies in `folder`, and the server goes away with this process
         own = {"XDG_RUNTIME_DIR": str(folder / "run"), "LOCKSTEP_STARTER_PID": str(os.getpid())}
@@ -102,9 +100,3 @@ class Clone:
             yield
         finally:
             path.write_text(text)
-
-
-def replaced_once(text: str, old: str, new: str, file: str) -> str:
-    if text.count(old) != 1:
-        raise ValueError(f"{file}: the text to replace occurs {text.count(old)} times, expected once: {old.strip()}")
-    return text.replace(old, new)
