@@ -5,8 +5,8 @@
     prompts       {CHECKPOINT--DATA: checkpoint, data}    prompts@...
     runs          {key: the run's configuration}
     steps         {KEY-s0001: run, iteration, folders}    rollout@, ref_logprob@, train@
-    segments      {key: folders}                          segment@KEY, of the runs without steps
-    validations   {key: folders}                          validate@KEY
+    segments      {key: digest, folders}                  segment@KEY, of the runs without steps
+    validations   {key: digest, folders}                  validate@KEY; digest: of the whole run, since dvc.lock repeats parameters
     experiments   {key: digest, runs, tracking}           compare@, track@
     overrides     {key: the command line of the run}      composed again when conf/ changes
 
@@ -29,6 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.config import Checkpoint, Config, Data, experiment_digest, to_config
+from pipeline.digest import sha256_json
 from pipeline.errors import MissingPrerequisite, UserError
 from pipeline.paths import ROOT, Paths, step
 from pipeline.segments import segment_length
@@ -78,8 +79,13 @@ class Registry:
         return list(self._content.get("experiments", {}))
 
     def run(self, key: str) -> Config:
-        """The run's whole configuration. Tracking is kept with the experiment, so that it re-runs no stage but track."""
+        """The run's whole configuration. Tracking is kept with the experiment, so that it re-runs no stage but track.
+
+        Raises UserError when it isn't the one that DVC sees, by its digest.
+        """
         section = self._entry("runs", key)
+        if sha256_json(OmegaConf.to_container(section)) != self._entry("validations", key).digest:
+            raise UserError(f"runs.{key}: was edited in params.yaml, which is generated; change conf/, and run `python -m pipeline` again")
         tracking = self._entry("experiments", self.experiment_of(key)).tracking
         return to_config({**section, "tracking": tracking})
 
@@ -173,7 +179,7 @@ def _kept_runs(files: Paths, compose: Callable[[list[str]], Run]) -> dict[str, R
     if old.conf_digest == conf_digest(files.root):
         try:
             return {key: Run(key, old.experiment_of(key), old.run(key), overrides.get(key, [])) for key in old.run_keys()}
-        except OmegaConfBaseException as error:  # the schema in pipeline/config.py has moved on: compose again
+        except (OmegaConfBaseException, UserError) as error:  # edited by hand, or the schema in pipeline/config.py has moved on
             print(f"params.yaml: composed again ({error.__class__.__name__})", file=sys.stderr)
     kept = {}
     for key in old.run_keys():
@@ -198,12 +204,12 @@ def build(runs: Iterable[Run], digest: str, files: Paths) -> dict[str, Any]:
         _put(content, "prompts", f"{checkpoint['name']}--{data['name']}", prompts, run, "data.name")
         content["runs"][run.key] = section
         content["overrides"][run.key] = run.overrides
-        folders = _folders(run, files)
+        whole = {"digest": sha256_json(section)} | _folders(run, files)
         if segment_length(run.config) == 1:
             content["steps"] |= {step_key(run.key, i): _step_entry(run, i, files) for i in range(1, run.config.iterations + 1)}
         else:
-            content["segments"][run.key] = folders
-        content["validations"][run.key] = folders | {
+            content["segments"][run.key] = whole
+        content["validations"][run.key] = whole | {
             "output": relative(files.validation(run.experiment, run.key), files),
             "chain": relative(files.chain(run.experiment, run.key), files),
         }

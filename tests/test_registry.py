@@ -97,6 +97,17 @@ def test_another_conf_is_refused_by_the_stages_and_composed_again_by_the_command
     assert "tiny-tp1cp1dp1-s0005" in OmegaConf.load(project / "params.yaml").steps
 
 
+def test_an_edited_params_yaml_is_refused_by_the_stages_and_composed_again_by_the_command(project, runs):
+    """DVC sees a segment's configuration by its digest alone: an edit behind it would bring back results of another configuration."""
+    registry.upsert([runs["oracle"]], never, project)
+    path = project / "params.yaml"
+    path.write_text(path.read_text().replace("iterations: 3", "iterations: 4"))
+    with pytest.raises(UserError, match=r"^runs.tiny-tp1cp1dp1: was edited in params.yaml, .* run `python -m pipeline` again"):
+        registry.load(project).run("tiny-tp1cp1dp1")
+    after = registry.upsert([], lambda overrides: runs["oracle"], project)
+    assert after.run("tiny-tp1cp1dp1").iterations == 3
+
+
 def test_tracking_belongs_to_the_experiment(project, runs):
     registry.upsert([runs["oracle"], runs["tp2"]], never, project)
     content = dict(OmegaConf.load(project / "params.yaml"))
