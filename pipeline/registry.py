@@ -6,7 +6,7 @@
     runs          {key: the run's configuration}
     steps         {KEY-s0001: run, iteration, folders}    rollout@, ref_logprob@, train@
     segments      {key: digest, folders}                  segment@KEY, of the runs without steps
-    validations   {key: digest, folders}                  validate@KEY; digest: of the whole run, since dvc.lock repeats parameters
+    validations   {key: digest, folders}                  validate@KEY; digest: of the run's configuration
     experiments   {key: digest, runs, tracking}           compare@, track@
     overrides     {key: the command line of the run}      composed again when conf/ changes
 
@@ -84,10 +84,15 @@ class Registry:
         Raises UserError when it isn't the one that DVC sees, by its digest.
         """
         section = self._entry("runs", key)
-        if sha256_json(OmegaConf.to_container(section)) != self._entry("validations", key).digest:
+        if sha256_json(OmegaConf.to_container(section)) != self.digest_of(key):
             raise UserError(f"runs.{key}: was edited in params.yaml, which is generated; change conf/, and run `python -m pipeline` again")
         tracking = self._entry("experiments", self.experiment_of(key)).tracking
         return to_config({**section, "tracking": tracking})
+
+    def digest_of(self, run: str) -> str:
+        """sha256 over the run's configuration. DVC sees the whole of it in a command's argument: as a parameter it would read params.yaml
+        again, and repeat the configuration in dvc.lock, for every stage."""
+        return self._entry("validations", run).digest
 
     def experiment_of(self, run: str) -> str:
         self._entry("runs", run)

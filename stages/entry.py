@@ -142,9 +142,12 @@ def parse(stage: str, argv: list[str] | None = None) -> Job:
     parser = argparse.ArgumentParser(prog=f"python -m stages.{stage}")
     parser.add_argument("key", help="the run's (or checkpoint's, or experiment's) key in params.yaml")
     parser.add_argument("--iteration", type=int)
+    parser.add_argument("--digest", help="of the run's whole configuration, as DVC has read it")
     args = parser.parse_args(argv)
     launch.guard_process()
-    registry.load()  # stops here when params.yaml is older than conf/
+    known = registry.load()  # stops here when params.yaml is older than conf/
+    if args.digest and args.digest != known.digest_of(args.key):
+        raise UserError(f"runs.{args.key}: was composed anew while DVC was at work; run the same command again")
     return Job(stage, args.key, args.iteration)
 
 

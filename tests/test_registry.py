@@ -15,6 +15,7 @@ from pipeline.config import experiment_digest
 from pipeline.errors import MissingPrerequisite, ResultsDiffer, UserError
 from pipeline.paths import ROOT, Paths, step
 from pipeline.registry import Run
+from stages import entry
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +107,16 @@ def test_an_edited_params_yaml_is_refused_by_the_stages_and_composed_again_by_th
         registry.load(project).run("tiny-tp1cp1dp1")
     after = registry.upsert([], lambda overrides: runs["oracle"], project)
     assert after.run("tiny-tp1cp1dp1").iterations == 3
+
+
+def test_a_stage_refuses_another_configuration_than_the_one_that_dvc_read(project, runs, monkeypatch):
+    known = registry.upsert([runs["oracle"]], never, project)
+    monkeypatch.setattr(registry, "load", lambda: known)
+    monkeypatch.setattr(entry.launch, "guard_process", lambda: None)
+    digest = known.digest_of("tiny-tp1cp1dp1")
+    assert entry.parse("validate", ["tiny-tp1cp1dp1", "--digest", digest]).key == "tiny-tp1cp1dp1"
+    with pytest.raises(UserError, match="^runs.tiny-tp1cp1dp1: was composed anew while DVC was at work"):
+        entry.parse("validate", ["tiny-tp1cp1dp1", "--digest", digest[::-1]])
 
 
 def test_tracking_belongs_to_the_experiment(project, runs):
